@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_zero.io.annotations import check_fields, matches, shown
+from lightning_zero.io.annotations import check_fields, shown
 from lightning_zero.io.disk import is_in_memory
 from lightning_zero.io.options import config_of
 
-Modules = str | type | Iterable[type] | Callable[[str, nn.Module], bool]
-"""How an option specifies modules: a keyword, one or several classes, or a predicate of (qualified name, module)."""
+Modules = type | Iterable[type] | Callable[[str, nn.Module], bool]
+"""How an option specifies modules: by one or several classes, or a predicate of (qualified name, module)."""
 
 OffloadTarget = Literal["cpu", "nvme"]
 
@@ -34,7 +34,8 @@ def full_precision(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in LOW_PRECISION else dtype
 
 
-_WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The values of ``reduce_dtype``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,8 @@ class EngineConfig:
         prefetch: number of units that are gathered ahead of need at stage 3.
         overlap: ``False`` waits for each collective right after starting it; for debugging.
         reduction_buffers: number of gradient buffers that may be reduced at the same time.
-        reduce_dtype: dtype of gradients in collectives, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``torch.dtype``;
-            ``None`` for the dtype in which gradients are accumulated: fp32 for low-precision parameters.
+        reduce_dtype: dtype of gradients in collectives, ``"fp32"``, ``"bf16"`` or ``"fp16"``; ``None`` for the dtype in
+            which gradients are accumulated: fp32 for low-precision parameters.
         bucket_numel: largest number of elements in a bucket. Larger units are split into several buckets, each with its
             own collectives. The limit is lowered to a quarter of the model, unless the model is tiny.
         activation_checkpointing: ``"units"`` recomputes the forward of each unit in backward; module classes or a
@@ -82,21 +83,21 @@ class EngineConfig:
             autocast would cast them anyway. ``None`` gathers them in their own dtype, like all other parameters.
 
     Raises:
-        TypeError, ValueError: if a value is not allowed.
+        ValueError: if a value is not allowed.
     """
 
     stage: int = field(default=3, metadata={"given": str})
     offload: OffloadConfig | None = field(default=None, metadata={"given": OffloadTarget | Mapping[str, Any]})
     shard_within: Literal["node"] | int | None = field(default=None, metadata={"least": 2})
     compression: Literal["int8", "int4"] | None = None
-    units: Modules = "auto"
+    units: Literal["auto"] | Modules = "auto"
     unit_numel: int | None = field(default=None, metadata={"least": 0})
     prefetch: int = field(default=1, metadata={"least": 0})
     overlap: bool = True
     reduction_buffers: int = field(default=2, metadata={"least": 1})
-    reduce_dtype: torch.dtype | None = field(default=None, metadata={"given": str})
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     bucket_numel: int = field(default=2**25, metadata={"least": 1})
-    activation_checkpointing: Modules | None = None
+    activation_checkpointing: Literal["units"] | Modules | None = None
     partition_activations: bool = False
     state_dtype: Literal["bf16"] | None = None
     masters: bool = True
@@ -107,13 +108,9 @@ class EngineConfig:
         resolved = {
             "stage": stage_number(self.stage),
             "offload": config_of("offload", self.offload, OffloadConfig, _OFFLOADS),
-            "reduce_dtype": wire_dtype_of(self.reduce_dtype),
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
-        _check_modules("units", self.units, "auto")
-        if self.activation_checkpointing is not None:
-            _check_modules("activation_checkpointing", self.activation_checkpointing, "units")
         check_fields(self)
         self._check_together(self.offload or OffloadConfig(optimizer=None))
 
@@ -133,8 +130,8 @@ class EngineConfig:
             )
         if self.compression is not None and self.reduce_dtype is not None:
             raise ValueError(
-                f"compression={self.compression!r} and reduce_dtype={self.reduce_dtype} both determine how gradients "
-                "are sent. Leave one of the two out."
+                f"compression={self.compression!r} and reduce_dtype={self.reduce_dtype!r} both determine how "
+                "gradients are sent. Leave one of the two out."
             )
         for option, is_set in (
             (f"offload: activations={activations!r} offloads", activations is not None),
@@ -257,30 +254,3 @@ def stage_number(stage: int | str) -> int:
             "'os+g+p'. For stage 0, use Lightning's strategy='ddp'."
         )
     return _STAGES[name]
-
-
-def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert the option ``reduce_dtype`` to a torch dtype; None stands for the dtype in which gradients accumulate.
-
-    Raises:
-        ValueError: if the dtype is not supported.
-    """
-    if reduce_dtype is None:
-        return None
-    dtype = _WIRE_DTYPES.get(reduce_dtype) if isinstance(reduce_dtype, str) else reduce_dtype
-    if isinstance(dtype, torch.dtype) and dtype in _WIRE_DTYPES.values():
-        return dtype
-    raise ValueError(
-        f"reduce_dtype={shown(reduce_dtype)} must be 'fp32', 'bf16', 'fp16', one of these as a torch.dtype, or None "
-        "for the dtype in which gradients are accumulated (fp64 for fp64 parameters, otherwise fp32)."
-    )
-
-
-def _check_modules(option: str, wanted: Any, word: str) -> None:
-    is_classes = isinstance(wanted, Collection) and matches(wanted, Iterable[type]) and len(wanted) > 0
-    if is_classes or callable(wanted) or matches(wanted, Literal[word]):
-        return
-    raise TypeError(
-        f"{option}={shown(wanted)} must be {word!r}, a module class or a list of classes ({option}=[Block]), or a "
-        f"predicate ({option}=lambda name, module: ...)."
-    )

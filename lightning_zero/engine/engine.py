@@ -24,7 +24,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
 from lightning_zero.engine.compat import OwnHook, flatten_weights, leave_out_of_copies
-from lightning_zero.engine.config import EngineConfig
+from lightning_zero.engine.config import WIRE_DTYPES, EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import shortage_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs, initialisers_of
@@ -270,7 +270,7 @@ class Engine:
             self.communicator,
             self._shared.streams,
             self.phases,
-            reduce_dtype=config.reduce_dtype,
+            reduce_dtype=WIRE_DTYPES[config.reduce_dtype] if config.reduce_dtype else None,
             in_flight=config.reduction_buffers if config.overlap else 0,
             reduces_every_backward=self._reduces_every_backward,
         )

@@ -19,9 +19,7 @@ from tests.support.workers import rank
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def reduce_once(
-    dtype: torch.dtype, reduce_dtype: torch.dtype, stage: int, micro_batches: list[list[float]]
-) -> torch.Tensor:
+def reduce_once(dtype: torch.dtype, reduce_dtype: str, stage: int, micro_batches: list[list[float]]) -> torch.Tensor:
     """The full mean over ranks of each rank's sum of gradients, which are given by rank and micro-batch."""
     import lightning_zero
     from lightning_zero.engine import Engine
@@ -50,26 +48,26 @@ def round_on_the_wire_only(name: str) -> None:
         # Gradients are 1/3 and 2/3: each rank adds the rounded half that it receives to its own unrounded half.
         halves = third / 2, third * 2 / 2
         expected = torch.stack([halves[0] + halves[1].to(wire).float(), halves[1] + halves[0].to(wire).float()])
-        result = reduce_once(torch.float32, wire, stage, [[1 / 3], [2 / 3]])
+        result = reduce_once(torch.float32, name, stage, [[1 / 3], [2 / 3]])
         assert torch.equal(result, expected), f"{result} instead of {expected}"
         # Micro-batches are summed in fp32, at stage 1 before they are communicated, at stages 2 and 3 after. Terms that
         # bf16 and fp16 cannot represent next to 1 are not lost, and 1 + 16 * 2**-12 = 1 + 2**-8 is exact in fp16.
         tiny = 2.0**-12
-        result = reduce_once(torch.float32, wire, stage, [[0.0] * 17, [1.0] + [tiny] * 16])
+        result = reduce_once(torch.float32, name, stage, [[0.0] * 17, [1.0] + [tiny] * 16])
         sent = torch.tensor(1 + 16 * tiny) / 2
         if stage == 1:
             sent = sent.to(wire).float()
         assert torch.equal(result, torch.stack([sent, torch.tensor(1 + 16 * tiny) / 2]))
         # Gradients are divided first, so that a sum that exceeds fp16 does not overflow.
         assert torch.equal(
-            reduce_once(torch.float32, wire, stage, [[40000.0], [40000.0]]).to(wire), torch.full((2,), 40000.0).to(wire)
+            reduce_once(torch.float32, name, stage, [[40000.0], [40000.0]]).to(wire), torch.full((2,), 40000.0).to(wire)
         )
         # fp64 gradients may be communicated in fp32; gradients of low-precision parameters are by default.
-        result = reduce_once(torch.float64, torch.float32, stage, [[1 / 3], [2 / 3]])
+        result = reduce_once(torch.float64, "fp32", stage, [[1 / 3], [2 / 3]])
         third64 = torch.tensor(1 / 3, dtype=torch.float64)
         other = (third64 / 2).float().double()
         assert torch.equal(result[1:], (third64 + other)[None]), f"{result}"
-        assert torch.equal(reduce_once(wire, torch.float32, stage, [[1.0], [tiny]]), torch.full((2,), (1 + tiny) / 2))
+        assert torch.equal(reduce_once(wire, "fp32", stage, [[1.0], [tiny]]), torch.full((2,), (1 + tiny) / 2))
 
 
 @pytest.mark.exhaustive(but=1)
@@ -80,7 +78,7 @@ def test_gradients_are_rounded_on_the_wire_and_added_up_in_fp32(run_on, name):
 
 
 def count_bytes() -> None:
-    for reduce_dtype, width in ((None, 4), ("fp32", 4), ("bf16", 2), (torch.float16, 2)):
+    for reduce_dtype, width in ((None, 4), ("fp32", 4), ("bf16", 2), ("fp16", 2)):
         for precision in ("32-true", "bf16-true"):
             strategy = ZeroStrategy(stage=2, reduce_dtype=reduce_dtype)
             run = fit(strategy, partial(Learner, Square, batches=4), max_epochs=1, precision=precision)
@@ -102,7 +100,7 @@ def train_all_stages() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(first.losses, reference.losses)), "nothing was rounded"
     for loss, expected in zip(first.losses, reference.losses):
         assert abs(loss - expected) <= 0.01 * abs(expected)
-    in_fp32 = train_zero(Recipe(), 2, reduce_dtype=torch.float32)
+    in_fp32 = train_zero(Recipe(), 2, reduce_dtype="fp32")
     same_runs(in_fp32, reference)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ _CAST_ATTRIBUTES = frozenset(
     {"weight", "bias", "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
 )
 
-_BITS = {"int8": 8, "int4": 4}
+_BITS: dict[str, Literal[4, 8]] = {"int8": 8, "int4": 4}
 EXEMPT_NUMEL = 65536
 """Gradients of parameters with fewer elements, or fewer than two dimensions, are sent uncompressed."""
 
