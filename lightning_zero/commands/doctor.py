@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     except (AssertionError, RuntimeError, ValueError) as error:
         print(f"lightning-zero doctor: {error}", file=sys.stderr)
         return 1
-    about["disk"] = parsed.disk or os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
+    about["disk"] = parsed.disk or tempfile.gettempdir()
     findings = []
     try:
         # the ranks share the disk

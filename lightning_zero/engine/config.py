@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -227,12 +226,12 @@ _OFFLOADS = {"cpu": {"optimizer": "cpu"}, "nvme": {"optimizer": "nvme"}}
 
 
 def default_folder() -> str:
-    """The default folder for this user's offloaded files, in the folder for temporary files (``$TMPDIR``).
+    """The default folder for offloaded files: that for temporary files (``$TMPDIR``).
 
     Raises:
         ValueError: if the folder is on an in-memory file system.
     """
-    folder = os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
+    folder = tempfile.gettempdir()
     if is_in_memory(folder):
         raise ValueError(
             f"offload: optimizer='nvme' would write to {folder}, which is on an in-memory file system: write "

@@ -202,17 +202,16 @@ class Updates:
             raise
         return work
 
-    def to_host(self, sources: list[Tensor]) -> tuple[list[Tensor], BackgroundWork]:
-        """Start to copy gradients to host memory; return the copies, and the work to wait for before reading them."""
-        device = sources[0].device if sources else torch.device("cpu")
-        targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device.type != "cpu", device="cpu") for t in sources]
+    def to_host(self, source: Tensor) -> tuple[Tensor, BackgroundWork]:
+        """Start to copy gradients to host memory; return the copy, and the work to wait for before reading it."""
+        pinned = source.device.type != "cpu"
+        target = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned, device="cpu")
 
         def copy() -> None:
-            for target, source in zip(targets, sources):
-                target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
 
         self._copier = self._copier or Updates()
-        return targets, self._copier.submit(on_own_stream(device, copy))
+        return target, self._copier.submit(on_own_stream(source.device, copy))
 
     def _put(self, run: Callable[[], None]) -> None:
         if self._simulation is not None:

@@ -16,14 +16,14 @@ import errno
 import fcntl
 import os
 import resource
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from lightning_zero.io.disk import free_bytes, huge_memory, make_private_folder
-from lightning_zero.io.labels import new_label
+from lightning_zero.io.disk import free_bytes, huge_memory
 
 BUFFERS = 3  # at any time, one is filled, one is changed and one is written
 _DIRECT = getattr(os, "O_DIRECT", 0)  # some operating systems lack direct I/O
@@ -55,12 +55,11 @@ class SwapFile:
 
     def __init__(self, folder: str, nbytes: int = 0) -> None:
         self.path, self.nbytes = folder, 0
-        path = os.path.join(folder, f".lightning_zero-{new_label()}")
         try:
-            make_private_folder(folder)
+            os.makedirs(folder, 0o700, exist_ok=True)
             _allow_open_files()
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            os.unlink(path)
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                self._file = os.dup(file.fileno())
         except OSError as error:
             raise type(error)(
                 error.errno,

@@ -309,51 +309,6 @@ def test_a_path_without_permission_is_refused(run_on, tmp_path):
     run_on(1, without_permission, folder=tmp_path / "folder")
 
 
-def anybodys_folder(tmp_path):
-    """A folder with the permissions of the one for temporary files."""
-    shared = tmp_path / "tmp"
-    shared.mkdir()
-    shared.chmod(0o1777)
-    return shared
-
-
-def prepared(path, how, monkeypatch):
-    if how == "a link":
-        (path.parent.parent / "target").mkdir(exist_ok=True)
-        path.symlink_to(path.parent.parent / "target")
-        return "the path is a link"
-    path.mkdir()
-    if how == "another user's":
-        if os.geteuid() == 0:
-            os.chown(path, 65534, -1)
-        else:  # other users may not give it away
-            monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-        return "the folder belongs to user"
-    path.chmod(0o777)
-    return "other users may change"
-
-
-@pytest.mark.parametrize("how", ["a link", "another user's", "open to all"])
-def test_a_path_that_another_user_may_have_prepared_is_refused(tmp_path, monkeypatch, how):
-    path = anybodys_folder(tmp_path) / "offload"
-    words = prepared(path, how, monkeypatch)
-    with pytest.raises(PermissionError, match=words) as raised:
-        SwapFile(str(path), 1)
-    assert str(path) in str(raised.value)
-    assert list(path.iterdir()) == [] and not list((tmp_path).glob("target/*"))
-
-
-def test_a_folder_in_a_shared_folder_is_made_for_this_user_alone_and_used_again(tmp_path):
-    path = anybodys_folder(tmp_path) / "offload"
-    for _ in range(2):
-        kept = SwapFile(str(path), 1)
-        assert path.stat().st_mode & 0o777 == 0o700
-        del kept
-    path = anybodys_folder(path)  # inside the user's own folder, any permissions are accepted
-    path.chmod(0o777)
-    SwapFile(str(path), 1)
-
-
 # ----------------------------------------------------------------------------------------------------------- at the end
 
 

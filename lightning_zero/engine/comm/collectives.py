@@ -105,7 +105,8 @@ class BucketCollectives:
             codec: encodes the values to be sent. Received values are decoded, and added up in the buffer's dtype.
             what: a description of what is summed, for error messages.
         """
-        assert self._transport is not None, "with one rank, gradients are not reduced"
+        if self._transport is None:
+            return Pending(what, Started([], [flat], lambda: flat))
 
         def encoded(numel: int) -> int:
             return codec.size(numel) * codec.dtype.itemsize
@@ -191,7 +192,6 @@ class Communicator:
         rank, size: this rank's number in the group, and the group's size.
         control: the control plane of the group.
         everyone: that of all ranks that hold the module: the data-parallel ranks times the tensor-parallel ranks.
-        gathering: that of the ranks between which parameters are gathered: fewer if ``shards_within`` is set.
         name: identifies this communicator on every rank; empty if no other process exists.
         tensor: the tensor-parallel ranks that share tensors with this rank.
         mesh: the mesh of ranks, two-dimensional if collectives have two levels, or ``shards_within`` is set.
@@ -226,7 +226,6 @@ class Communicator:
             self._ranks = process_group.ranks_of(self.group)
             self.timeout = process_group.timeout_of(self.group, device)
             self._meet(process_group.default_group() if self.tensor.size > 1 else self.group, simulation)
-        self.gathering = self.control
         if self.size > 1:
             topology, groups, is_gloo_on_cpu = self._arrange(shard_within, simulation)
             if simulation is not None:
@@ -300,7 +299,6 @@ class Communicator:
         may_read = is_gloo_on_cpu and os.environ.get("LIGHTNING_ZERO_CROSS_MEMORY") != "0"
         if may_read and (len(groups.nodes) == 1 or has_levels):
             direct = connect(here, self.rank, self.timeout, self.control.gather_objects)
-        place = here.index(self.rank)
 
         def between(groups: Sequence[Sequence[int]]) -> Transport:
             # New groups: in the existing one, other collectives (such as Lightning's own) would wait for gathers.
@@ -326,12 +324,8 @@ class Communicator:
             self._along[ALL] = BucketCollectives(levels, self.counters, crossing, self.control.watch)
             return
         over = [place for place, rank in enumerate(here) if rank not in machine]
-        watch = self._among(here)
-        self._along[LOCAL,] = BucketCollectives(within, self.counters, over, watch, "within")
+        self._along[LOCAL,] = BucketCollectives(within, self.counters, over, self._among(here), "within")
         self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self._among(column), "within")
-        group, ranks = self._new_group("gloo", self._renumbered(groups.nodes)), self._renumbered([here])[0]
-        self.gathering = ControlPlane(self.counters, ranks, place, group, None, watch)
-        self.gathering.small = direct.small if direct is not None else None
 
     def _simulate(self, simulation: Simulation, topology: Topology, groups: Topology) -> None:
         """Make the transports between simulated ranks; ``groups``: those within which parameters are sharded."""

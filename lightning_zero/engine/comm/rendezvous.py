@@ -32,8 +32,7 @@ class Absence:
     Attributes:
         announce: called with a bucket's number before the bucket is gathered, so that absent ranks take part; None if
             no rank is absent.
-        is_turn: whether a turn of the join is running. Ranks outside this rank's gather group may then be at
-            another point of the program.
+        is_turn: whether a turn of the join is running.
     """
 
     ranks: list[int] = field(default_factory=list)

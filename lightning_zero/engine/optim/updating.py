@@ -10,8 +10,7 @@ the element's index in the parameter.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -20,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engine.comm.asynchronous import BackgroundWork
 from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import LOW_PRECISION
-from lightning_zero.engine.offload import MASTERS, PARAMETERS, Update, on_own_stream
+from lightning_zero.engine.offload import MASTERS, PARAMETERS, Update
 from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 from lightning_zero.engine.optim.kinds import copied, is_by_element
 from lightning_zero.engine.optim.master import Master, field_of
@@ -190,28 +188,12 @@ def update_offloaded(
         numbers = {number for number, _ in masters}
         update_of = {number: Update.of(optimizer, groups[number], device, own) for number in numbers}
         wanted = [(update_of[number], master, gradients[master]) for number, master in masters if master.is_here]
-        bucket.update_in_background(partial(_begin, optimizer, bucket, wanted))
-
-
-def _begin(
-    optimizer: Optimizer,
-    bucket: Bucket,
-    wanted: list[tuple[Update, Master, Tensor | None]],
-    shown: Tensor | None,
-) -> BackgroundWork:
-    """Start to update the masters of a bucket.
-
-    Args:
-        shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
-    """
-    phase = partial(bucket.phases, "update", bucket.unit_name)
-    act = on_own_stream(bucket.full.device, partial(_update, optimizer, phase, wanted, shown))
-    return bucket.background.submit(act, bucket.states)
+        bucket.update_in_background(partial(_update, optimizer, bucket, wanted))
 
 
 def _update(
     optimizer: Optimizer,
-    phase: Callable[[], AbstractContextManager[Any]],
+    bucket: Bucket,
     wanted: list[tuple[Update, Master, Tensor | None]],
     shown: Tensor | None,
     fields: Mapping[str, Tensor] | None = None,
@@ -220,6 +202,7 @@ def _update(
 
     Args:
         wanted: each master's update, the master, and its gradient.
+        shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
         fields: the bucket's masters and states, in memory, if they are kept on a disk.
     """
     while wanted:
@@ -231,7 +214,7 @@ def _update(
             key: own[field_of(key, value.dtype)] if isinstance(value, LazyTensor) else value
             for key, value in before.items()
         }
-        with phase():
+        with bucket.phases("update", bucket.unit_name):
             after = updated(update, master, values, gradient, known)
         for key, value in after.items() if fields is not None else ():
             if is_by_element(key, value, values.shape):

@@ -36,8 +36,6 @@ class Join:
     While ranks are absent, user code that reads a parameter gathers the parameter's entire bucket, since absent ranks
     can take part only in gathers of buckets. Other collective operations (a write, a norm of another tensor)
     raise an error.
-
-    Where each machine has all parameters, the ranks of a machine take turns independently of other machines.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class Join:
         reducer: GradientReducer,
         buckets: list[Bucket],
     ) -> None:
-        self._control = communicator.gathering
+        self._control = communicator.control
         self._rendezvous, self._schedule, self._reducer = rendezvous, schedule, reducer
         self.buckets = buckets
         self._leader = 0  # the first rank that runs in this turn

@@ -79,7 +79,7 @@ class _Backward:
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
     crossing: deque[tuple[int, Pending]] = field(default_factory=deque)  # reductions across machines
-    shards: dict[int, dict[int, GradientShard]] = field(default_factory=dict)
+    shards: dict[int, GradientShard] = field(default_factory=dict)
 
 
 class GradientReducer:
@@ -389,8 +389,8 @@ class GradientReducer:
 
     def _collect(self, backward: _Backward, used: list[list[bool]]) -> None:
         self._finish_all(backward)
-        for number, shards in backward.shards.items():
-            self._gradients[number].show(used[number], shards)
+        for number, shard in backward.shards.items():
+            self._gradients[number].show(used[number], shard)
 
     def _learn(self, backward: _Backward, used: list[list[bool]]) -> None:
         expectation = backward.expectation

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.transport import Codec, Started
 from lightning_zero.engine.compat import keep_version, temporarily_clear_interpreter_stack
 from lightning_zero.engine.config import LOW_PRECISION
-from lightning_zero.engine.offload import DiskStates, Updates
+from lightning_zero.engine.offload import DiskStates, Updates, on_own_stream
 from lightning_zero.engine.plan.mesh import ALL, LOCAL
 from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.extensions import Extension, Scales, encode
@@ -100,6 +101,7 @@ class Bucket:
             that hold its parameters' sharded contents (see ``BucketSlot.enter_forward``). Empty once the parameters are
             ordinary.
         is_data_read: whether a module has read ``data`` of a parameter, through which it may have written values.
+        is_left: whether a failure has left the bucket sharded, so that its parameters are only read one by one.
         awaits_refresh: whether ``hooks_after_update`` are running, before ``refresh`` gathers the update's result.
     """
 
@@ -126,7 +128,7 @@ class Bucket:
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
         self.update: BackgroundUpdate | None = None
         self.awaits_refresh = False
-        self.is_replicated, self._is_left = residency.plan.is_replicated, False
+        self.is_replicated, self.is_left = residency.plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self.extensions = extensions
         if extensions:
@@ -232,6 +234,7 @@ class Bucket:
         """
         if self.state in (BucketState.GATHERING, BucketState.GATHERED) and not refresh:
             return
+        assert not self.is_left, "after a failure, parameters are only read one by one"
         with temporarily_clear_interpreter_stack():  # a gather is not part of a function that ``torch.func`` transforms
             self._gather()
 
@@ -276,8 +279,6 @@ class Bucket:
                 announce(self._number)
             if own is not None and self.extensions:
                 encode(self, own)  # may be collective, so it follows the announcement
-            if self._is_left:
-                return self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
             return self.communicator.along(self.over).all_gather(self.full, self._ranges, what)
 
         what = f"the gather of unit {self.unit_name or 'root'!r}"
@@ -377,17 +378,18 @@ class Bucket:
             increment_version(self.views[index])
             self._versions_seen[index] = self.views[index]._version
 
-    def update_in_background(self, begin: Callable[[Tensor | None], BackgroundWork]) -> None:
+    def update_in_background(self, update: Callable[..., None]) -> None:
         """Start to update the master weights in another thread.
 
-        ``begin`` receives a tensor in the compute dtype to which the update also writes this rank's new values, or
-        None if gathers start from the master weights.
+        ``update`` receives a tensor in the compute dtype to which it also writes this rank's new values, or None if
+        gathers start from the master weights; then the fields of states that are on a disk (see ``Updates.submit``).
         """
         writes_to_buffer = self.residency.plan.updates_write_to_buffer
         was_kept = writes_to_buffer and self._is_kept  # before the update's thread has tensors over ``full``
         # through ``data``, which has its own version: the update must not look like a write by a module
         shown = self.full.data[self._shard] if writes_to_buffer else self.residency.copy
-        self.update = BackgroundUpdate(begin(shown), writes_to_buffer, was_kept)
+        work = self.background.submit(on_own_stream(self.full.device, partial(update, shown)), self.states)
+        self.update = BackgroundUpdate(work, writes_to_buffer, was_kept)
 
     def correct_update(self, part: slice, values: Tensor) -> None:
         """Copy new values of a range of the master weights to ``full``, if the last update wrote to ``full``."""
@@ -452,16 +454,9 @@ class Bucket:
         self._pending.clear()
         if not self.is_replicated and self.is_ready:
             self._free()
-        if self.part is not None:  # ``part`` may mix values from before and after an update
-            self.layout = replace(self.layout, nodes=1)
-            self.residency.leave_part(self.layout)
-            self.part.abandon()
-            self.part = None
-            self._find_ranges()
-        self.state = BucketState.SHARDED  # a replicated buffer may be partly overwritten
+        self.part = None  # it may mix values from before and after an update
+        self.state, self.is_left = BucketState.SHARDED, True  # a replicated buffer may be partly overwritten
 
     def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
         """Use a new communicator between the same ranks, after the previous one has failed."""
         self.communicator, self.rendezvous = communicator, rendezvous
-        # If true, gathers broadcast each shard: with ``shard_within``, no collective gathers over all ranks.
-        self._is_left = self.layout.order is not None or communicator.shards_within

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from lightning_zero.engine.comm.asynchronous import at, current_stream, wait_for
 from lightning_zero.engine.comm.collectives import Pending
-from lightning_zero.engine.comm.transport import Cast, Started
+from lightning_zero.engine.comm.transport import Cast
 from lightning_zero.engine.compat import foreach_copy, foreach_zero
 from lightning_zero.engine.config import full_precision
-from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
@@ -27,9 +26,8 @@ call for each would take longer than its copy. In a bucket of up to ``_SMALL_BUC
 class BucketGradients:
     """Local gradients of a bucket's parameters in one flat buffer, and their mean over ranks.
 
-    A gradient is added to its segment of the buffer when it arrives. With one rank there is no buffer: each parameter
-    keeps the gradient that has arrived. In a backward that reduces nothing, gradients are added to ``p.grad`` instead,
-    from which the next reduction takes them.
+    A gradient is added to its segment of the buffer when it arrives. In a backward that reduces nothing, gradients are
+    added to ``p.grad`` instead, from which the next reduction takes them.
 
     Args:
         reduce_dtype: dtype of gradients in collectives; the dtype of accumulation is used if this is None or wider.
@@ -51,7 +49,7 @@ class BucketGradients:
         self._codec = bucket.gradient_codec or Cast(sent)
         # gradients of more elements are copied to the flat buffer when they arrive
         self._most_waiting = _SMALL
-        if not layout.is_sharded or layout.numel <= min(_SMALL * len(layout.segments), _SMALL_BUCKET):
+        if layout.numel <= min(_SMALL * len(layout.segments), _SMALL_BUCKET):
             self._most_waiting = layout.numel
         self.flat: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}  # gradients that are not in the buffer yet, by parameter index
@@ -211,12 +209,6 @@ class BucketGradients:
         """
         self._turn_to_current_stream()
         taken = self._take_local()
-        if not self.bucket.layout.is_sharded:
-            waiting, self._waiting = self._waiting, {}
-            self._filled = [False] * len(self._filled)
-            self._streams.clear()
-            gradients = {index: gradient.view(-1) for index, gradient in waiting.items()}
-            return Pending(self._what, Started([], [], lambda: gradients))
         collectives, ranges = self.bucket.communicator.along(self.bucket.over), self.bucket.layout.part_ranges
         # If a sum over machines follows, gradients are not compressed within a machine.
         codec = Cast(self._dtype) if self.bucket.part is not None else self._codec
@@ -235,7 +227,6 @@ class BucketGradients:
             return None
         with torch.no_grad():
             total = self._sum_of(pending)
-            assert isinstance(total, Tensor)
             shard = self._accumulating_shard(slots_of(self.bucket))
             if shard is not None and (accumulated := shard.take()) is not None:
                 total.add_(accumulated, alpha=self.bucket.layout.world_size)  # undoes ``_mean_of``
@@ -246,18 +237,18 @@ class BucketGradients:
         self.bucket.ledger.add("reduction", pending.nbytes)
         return pending
 
-    def _sum_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
+    def _sum_of(self, pending: Pending) -> Tensor:
         """Wait for a reduction, and return the sum."""
         nbytes = pending.nbytes
         with self.bucket.phases("wait for reduction", self.bucket.unit_name, on_stream=True):
-            total = pending.wait()
+            total: Tensor = pending.wait()
         self.bucket.ledger.add("reduction", -nbytes)
         return total
 
-    def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
+    def _mean_of(self, pending: Pending) -> Tensor:
         """Like ``_sum_of``, but divided by the number of all ranks, also if the sum is only within a machine so far."""
-        total = self._sum_of(pending)
-        return total.mul_(1.0 / self.bucket.layout.world_size) if isinstance(total, Tensor) else total
+        total, ranks = self._sum_of(pending), self.bucket.layout.world_size
+        return total.mul_(1.0 / ranks) if ranks > 1 else total
 
     def _reduce_across(self, part: Tensor) -> Pending:
         collectives, ranges = self.bucket.communicator.along((NODE,)), self.bucket.layout.ranges_in_part
@@ -269,9 +260,7 @@ class BucketGradients:
             f"the gradients of unit {self.bucket.unit_name or 'root'!r}, so far summed only within each machine"
         )
         with torch.no_grad():
-            total = self._sum_of(self._reduce_across(part))
-        assert isinstance(total, Tensor)
-        return total
+            return self._sum_of(self._reduce_across(part))
 
     def _complete_flat(self) -> Tensor:
         """Remove and return the flat buffer, with waiting gradients copied in and zeros for missing ones."""
@@ -302,37 +291,24 @@ class BucketGradients:
         if blank:
             foreach_zero(blank)
 
-    def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
-        """Wait for a reduction, add its result to the gradient shards, and return the shards by parameter index."""
+    def finish_reduction(self, pending: Pending) -> GradientShard:
+        """Wait for a reduction, add its result to the gradient shard, and return the shard."""
         with torch.no_grad():
-            total = self._mean_of(pending)
-            slots, segments = slots_of(self.bucket), self.bucket.layout.segments
+            total, slots = self._mean_of(pending), slots_of(self.bucket)
             if self.bucket.part is not None and not self.crosses:
-                assert isinstance(total, Tensor)
-                incomplete = self._accumulate_within(total, slots)
-                return {slot.index: incomplete for slot in slots}
-            reduced: list[tuple[list[BucketSlot], Spans, int]]
-            if isinstance(total, dict):  # one rank: gradients by parameter index
-                totals = list(total.values())
-                reduced = [([slots[i]], [(segments[i].numel, i, 0)], segments[i].start) for i in total]
-            else:
-                spans = self.bucket.layout.own_spans
-                totals, reduced = [total], [(slots, spans, 0)]
+                return self._accumulate_within(total, slots)
             if self._dtype_at_rest != self._dtype and not self._is_of_several(slots):
-                totals = [total.to(self._dtype_at_rest) for total in totals]
+                total = total.to(self._dtype_at_rest)
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
-                totals, arrival = self.bucket.updates.to_host(totals)
-            shards: dict[int, GradientShard] = {}
-            for total, (members, spans, start) in zip(totals, reduced):
-                shard = shard_of_all(members)
-                if shard is not None and not shard.is_taken:  # as in every micro-batch except the first
-                    shard.add(total, arrival)
-                else:
-                    shard = GradientShard(total, spans, start, arrival, self.bucket.ledger)
-                    shard.take_over(members)
-                shards |= {slot.index: shard for slot in members}
-        return shards
+                total, arrival = self.bucket.updates.to_host(total)
+            shard = shard_of_all(slots)
+            if shard is not None and not shard.is_taken:  # as in every micro-batch except the first
+                shard.add(total, arrival)
+            else:
+                shard = GradientShard(total, self.bucket.layout.own_spans, arrival, self.bucket.ledger)
+                shard.take_over(slots)
+        return shard
 
     def _is_of_several(self, slots: list[BucketSlot]) -> bool:
         """Whether gradients are a sum of several micro-batches, or further micro-batches follow."""
@@ -344,7 +320,7 @@ class BucketGradients:
         (begin, _), (low, high) = layout.own_part, layout.own_range
         own = slice(low - begin, high - begin)
         if shard is None:
-            shard = GradientShard(total[own], layout.own_spans, 0, None, self.bucket.ledger)
+            shard = GradientShard(total[own], layout.own_spans, None, self.bucket.ledger)
             shard.take_over(slots)
         shard.accumulate(total, own, self._sum_over_machines)
         return shard
@@ -361,7 +337,7 @@ class BucketGradients:
             shard.clear(ranges)
         return shard
 
-    def show(self, used: list[bool], shards: dict[int, GradientShard]) -> None:
+    def show(self, used: list[bool], shard: GradientShard) -> None:
         """Set ``p.grad`` to the reduced gradient, for the parameters that had a gradient on any rank.
 
         As under DDP, other parameters keep a ``p.grad`` that the user has set.
@@ -369,10 +345,8 @@ class BucketGradients:
         local, self._local = self._local, {}
         for index in (each for each in local if not used[each]):
             self.bucket.parameter(index).grad = local[index]
-        parts: dict[GradientShard, dict[int, Tensor]] = {}
-        for slot, is_used in zip(slots_of(self.bucket), used):
-            shard = shards.get(slot.index)  # with one rank, None if the gradient is computed only later
-            # from the second micro-batch on, ``p.grad`` already refers to the shard
-            if is_used and shard is not None and shown_by(slot.parameter.grad, slot) is None:
-                parts[shard] = parts.get(shard) or shard.parts()
-                shard.show(slot, parts[shard][slot.index], self.bucket.dtype)
+        # from the second micro-batch on, ``p.grad`` already refers to the shard
+        new = [s for s in slots_of(self.bucket) if used[s.index] and shown_by(s.parameter.grad, s) is None]
+        parts = shard.parts() if new else {}
+        for slot in new:
+            shard.show(slot, parts[slot.index], self.bucket.dtype)

@@ -55,7 +55,6 @@ class Accumulated(NamedTuple):
 class GradientShard:
     """This rank's shard of a bucket's reduced gradient. It lives as long as some ``p.grad`` refers to it.
 
-    With one rank, each parameter has a shard of its own, since without a reduction no common buffer is needed.
     Ranges to which no ``p.grad`` refers are never read, so their values do not matter.
 
     If each machine has all parameters, gradients of micro-batches that are not synchronised are summed only within a
@@ -64,7 +63,6 @@ class GradientShard:
 
     Args:
         spans: layout of ``flat``, see ``BucketLayout.own_spans``.
-        start: the position of ``flat`` within this rank's shard of the bucket.
         arrival: background copy that fills ``flat``; None if ``flat`` is already filled.
 
     Attributes:
@@ -76,11 +74,10 @@ class GradientShard:
         self,
         flat: Tensor,
         spans: Spans,
-        start: int,
         arrival: BackgroundWork | None,
         ledger: Ledger,
     ) -> None:
-        self._flat, self._spans, self._start, self._arrival = flat, spans, start, arrival
+        self._flat, self._spans, self._arrival = flat, spans, arrival
         self._shown: weakref.WeakSet[ShownGradient] = weakref.WeakSet()
         self.accumulated: Accumulated | None = None
         self.is_taken = False
@@ -109,7 +106,7 @@ class GradientShard:
 
     def range_of(self, part: slice) -> Tensor:
         """Return the gradients in a range of this rank's shard of the bucket, 1-D."""
-        return self.flat[part.start - self._start : part.stop - self._start]
+        return self.flat[part]
 
     def add(self, total: Tensor, arrival: BackgroundWork | None) -> None:
         """Add the result of another reduction. Valid only if a ``.grad`` refers to each range of this shard."""
@@ -146,7 +143,7 @@ class GradientShard:
             ranges: the parameters, each with its range within this rank's part of the bucket.
         """
         if kept := [shown for shown in self._shown if shown.slot in ranges]:
-            twin = GradientShard(self._arrived().clone(), self._spans, self._start, None, self._count.ledger)
+            twin = GradientShard(self._arrived().clone(), self._spans, None, self._count.ledger)
             if self.accumulated is not None:
                 part, sum_over_machines = self.accumulated
                 twin.accumulated = Accumulated(part.clone(), sum_over_machines)

@@ -282,12 +282,6 @@ class Residency:
         self.plan = replace(plan, masters=Medium.DEVICE) if plan.masters in SHOWN else plan
         self._values = self._held(self._values.float())
 
-    def leave_part(self, layout: BucketLayout) -> None:
-        """Replace the layout by one without parts. This rank's own values stay in the same memory."""
-        masters, copy = (Medium.DEVICE if m is Medium.PART else m for m in (self.plan.masters, self.plan.copy))
-        assert masters is not None
-        self.plan = replace(self.plan, layout=layout, masters=masters, copy=copy)
-
 
 # -- parts of the parameters (``shard_within``) ------------------------------------------------------------------------
 
@@ -337,28 +331,11 @@ class NodePart:
             stream.wait_event(self._arrived)  # the wait may have been on another stream
         return self._values
 
-    def exchange(self, segment: Segment) -> None:
-        """Fetch a parameter's values in this part, after each rank has written its range to ``own``. Collective."""
-        start, stop = self._range_of(segment)
-        ranges = [
-            (min(max(low, start), stop) - start, min(max(high, start), stop) - start) for low, high in self._ranges
-        ]
-        self._collectives.all_gather(self.values()[start:stop], ranges, self._what).wait()
-
     def write(self, segment: Segment, value: Tensor) -> None:
         """Expand ``value``, the same on every rank, to a parameter's shape; write the range that is in this part."""
-        start, stop = self._range_of(segment)
+        start, stop = (min(max(each - self._begin, 0), len(self._values)) for each in (segment.start, segment.stop))
         begin = self._begin - segment.start
         self.values()[start:stop].copy_(flat_range(value.expand(segment.shape), start + begin, stop + begin))
-
-    def _range_of(self, segment: Segment) -> tuple[int, int]:
-        """A parameter's range within this part, possibly empty."""
-        start, stop = (min(max(each - self._begin, 0), len(self._values)) for each in (segment.start, segment.stop))
-        return start, stop
-
-    def abandon(self) -> None:
-        """Drop this part after a failure. A running exchange is not awaited: other ranks may never join it."""
-        self._pending.clear()
 
 
 def shard(

@@ -160,8 +160,7 @@ class BucketSlot:
             return self.local_parameter().view(self.shape).to(self.device, self.dtype).to(dtype)
         if bucket.full.dtype != dtype or bucket.awaits_refresh:
             return None
-        absence = bucket.rendezvous.absence
-        if absence.ranks or (absence.is_turn and bucket.part is not None):
+        if bucket.rendezvous.absence.ranks:
             bucket.gather()  # unlike other collectives, a gather works while some ranks have no batch left
         if bucket.is_ready:
             bucket.wait()
@@ -190,9 +189,7 @@ class BucketSlot:
             bucket.correct_update(self.local_range, values)
             return
         if bucket.part is not None:
-            bucket.rendezvous.meet(f"a write to '{self.name}'")
-            bucket.part.own[self.local_range].copy_(values)
-            bucket.part.exchange(bucket.layout.segments[self.index])
+            bucket.part.write(bucket.layout.segments[self.index], self.collect_share(values))
         if bucket.extensions:
             bucket.rendezvous.meet(f"a write to '{self.name}'")
             bucket.encode_again()
@@ -302,7 +299,7 @@ def repartition(bucket: Bucket, owners: Sequence[int]) -> None:
 def make_ordinary(bucket: Bucket, device: torch.device) -> None:
     """Turn the parameters of a bucket into ordinary full tensors on a device; former DTensors become DTensors again."""
     bucket.wait()
-    is_exact, slots = bucket.dtype == bucket.full.dtype, slots_of(bucket)
+    is_exact, slots = bucket.dtype == bucket.full.dtype and not bucket.is_left, slots_of(bucket)
     if is_exact:
         bucket.gather()
         bucket.wait()
