@@ -183,7 +183,7 @@ class Updates:
         work, turn = BackgroundWork(self), Turn(self._last)
 
         def run() -> None:
-            with suppress(Exception), work:  # ``work.wait()`` raises the error
+            with suppress(Exception), work:  # ``work.result()`` raises the error
                 if states is not None:
                     states.change(act, turn)
                     return

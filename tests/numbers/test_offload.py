@@ -369,7 +369,7 @@ def queue_and_interrupt(threads: int) -> None:
         updates.submit(lambda: (time.sleep(0.5), ended.set()))  # type: ignore[arg-type]
     synchronize(updates)
     assert ended.is_set(), "an update that is still running is awaited"
-    assert updates.submit(lambda: None).wait() is None, "the next update does not wait for ever"
+    assert updates.submit(lambda: None).result() is None, "the next update does not wait for ever"
     updates.close()
 
 
@@ -389,7 +389,7 @@ def ends_once_written() -> None:
 
     def update(number: int, fields: dict[str, torch.Tensor]) -> None:
         if number:
-            works[number - 1].wait()
+            works[number - 1].result()
         fields[MASTERS].add_(number + 1)
 
     states = [DiskStates(swap, f"bucket {number}", 1000, {MASTERS: torch.float32}) for number in range(8)]
@@ -397,7 +397,7 @@ def ends_once_written() -> None:
         for number, each in enumerate(states):
             works.append(updates.submit(partial(update, number), each))
         for number, (work, each) in enumerate(zip(works, states)):
-            work.wait()
+            work.result()
             assert torch.equal(each.read(MASTERS, 0, 1000), torch.full((1000,), number + 1.0))
     updates.close()
     swap.close()

@@ -11,9 +11,9 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
-from threading import Event
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_under_way.clear)  # a forked process has none of its parent's threads
 
 
-class BackgroundWork:
+class BackgroundWork(Future[None]):
     """A task in another thread; until it ends, no other thread may read or write the values it works on.
 
     ``synchronize`` waits for the task once ``await_always`` was called.
@@ -31,14 +31,13 @@ class BackgroundWork:
     Used as a context manager, the object marks the task as ended at the end of the context.
 
     Args:
-        owner: the object that the task works for. ``wait`` raises the task's error; ``synchronize`` raises it only if
-            called with this owner. None if errors are reported in another way.
+        owner: the object that the task works for; ``synchronize`` raises the task's error only if called with it. None
+            if errors are reported in another way.
     """
 
     def __init__(self, owner: object | None = None) -> None:
+        super().__init__()
         self._owner = weakref.ref(owner) if owner is not None else None
-        self._ended = Event()
-        self._error: BaseException | None = None
 
     def await_always(self) -> None:
         """Make ``synchronize`` wait for the task."""
@@ -52,27 +51,12 @@ class BackgroundWork:
 
     def end(self, error: BaseException | None = None) -> None:
         """Mark the task as done, or as failed. Only the first call has an effect."""
-        if not self._ended.is_set():
-            self._error = error
-            self._ended.set()
-
-    def wait(self) -> None:
-        """Wait until the task is done.
-
-        Raises:
-            Exception: the task's error, if the task has an owner. Every call raises the error again.
-        """
-        self._ended.wait()
-        if self._owner is not None and self._error is not None:
-            raise self._error
+        with suppress(InvalidStateError):
+            self.set_result(None) if error is None else self.set_exception(error)
 
     @property
     def has_failed(self) -> bool:
-        return self._error is not None
-
-    @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
+        return self.done() and self.exception() is not None
 
     @property
     def owner(self) -> object | None:
@@ -82,7 +66,7 @@ class BackgroundWork:
 
 def is_synchronized() -> bool:
     """Whether no background work on the engine's values is running."""
-    return all(work.has_ended for work in list(_under_way))
+    return all(work.done() for work in list(_under_way))
 
 
 def synchronize(*owners: object) -> None:
@@ -96,15 +80,14 @@ def synchronize(*owners: object) -> None:
     """
     if _under_way:
         works = list(_under_way)
-        for work in works:
-            work._ended.wait()
+        wait(works)
         owned = [work for work in works if any(work.owner is owner for owner in owners if owner is not None)]
         for work in works:
             if work in owned or not work.has_failed or work.owner is None:  # no owner will receive the error
                 with suppress(ValueError):  # another thread may have removed it
                     _under_way.remove(work)
         for work in owned:
-            work.wait()
+            work.result()
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

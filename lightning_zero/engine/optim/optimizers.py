@@ -246,4 +246,4 @@ class Optimizers:
         synchronize(self.background)
         for bucket in self.buckets:
             if bucket.update is not None:
-                bucket.update.work.wait()
+                bucket.update.work.result()

@@ -243,7 +243,7 @@ class Bucket:
         update = self.update
         if update is not None:
             with self.phases("wait for update", self.unit_name):
-                update.work.wait()
+                update.work.result()
         # The version is kept: views that autograd has saved are valid again once the storage holds the same values.
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
@@ -260,7 +260,7 @@ class Bucket:
         """The values that a gather starts from, after the last update; None if they are already in ``full``."""
         if self.part is None:
             if self.update is not None:
-                self.update.work.wait()
+                self.update.work.result()
             return self.residency.own_values()
         if self.update is not None:  # an update of a step that has since failed
             self._refresh_part(self.part)
@@ -419,7 +419,7 @@ class Bucket:
         """Start to fetch the values that other machines have updated."""
         if self.update is not None:
             with self.phases("wait for update", self.unit_name):
-                self.update.work.wait()
+                self.update.work.result()
             self.update = None
         with torch.no_grad(), self.phases("gather", self.unit_name):
             part.refresh(self.residency.own_values())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_zero.engine.comm.asynchronous import BackgroundWork
 from lightning_zero.engine.plan.layout import Spans
-from lightning_zero.engine.tensor.sharded_tensor import Deferred, ShardedTensor, local_range_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.state.slot import BucketSlot
 
 
-class ShownGradient(Deferred):
+class ShownGradient:
     """The values of one ``p.grad``. The ``p.grad`` tensor and all its aliases refer to this object.
 
     ``local`` is this rank's range of the values, 1-D, a view of ``shard``. ``local`` stays the same tensor object when
@@ -31,6 +31,7 @@ class ShownGradient(Deferred):
         self.slot, self.local, self.shard = slot, local, shard
 
     def complete(self) -> None:
+        """Complete the values, unless they are complete already. Collective."""
         self.shard.complete()
 
 
@@ -93,7 +94,7 @@ class GradientShard:
     def _arrived(self) -> Tensor:
         arrival = self._arrival  # another thread may set the attribute to None
         if arrival is not None:
-            arrival.wait()
+            arrival.result()
             self._arrival = None
         return self._flat
 
@@ -111,7 +112,7 @@ class GradientShard:
     def add(self, total: Tensor, arrival: BackgroundWork | None) -> None:
         """Add the result of another reduction. Valid only if a ``.grad`` refers to each range of this shard."""
         if arrival is not None:
-            arrival.wait()
+            arrival.result()
         if self.flat.dtype != total.dtype:  # in bf16 until now (``masters=False``)
             self._move(self.flat.to(total.dtype))
         self.flat.add_(total)

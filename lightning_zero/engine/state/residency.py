@@ -260,7 +260,7 @@ class Residency:
 
         def read() -> Tensor:
             if update is not None:
-                update.wait()
+                update.result()
             values = states.read(field, 0, states.numel)
             return values.pin_memory() if is_pinned else values
 

@@ -27,7 +27,7 @@ from lightning_zero.engine.compat import (
 )
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, Slot, local_range_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.wrapper import RecordedView, WrapperTensor
 
 aten = torch.ops.aten
@@ -212,7 +212,8 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     ):
         return NotImplemented
     if func is aten._foreach_norm.Scalar:
-        return _norms_of_list(first, float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
+        order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+        return _norms_of_list(first, order) if order else NotImplemented
     is_plain = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
     if is_plain and not in_place or func._schema.name in _REDUCTIONS_OF_LISTS:
         return NotImplemented
@@ -242,41 +243,24 @@ def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
 
 
 def _norms(tensors: list[ShardedTensor], order: float, what: str | None = None) -> Tensor:
+    """Vector norms: those of the norms of each tensor's ranges, which are gathered by summing rows, one a rank."""
     slot = tensors[0].slot
-    parts = torch.stack([_partial_norm(tensor, order).to(slot.device) for tensor in tensors])
-    if abs(order) == float("inf"):
-        norms = _extreme_over_ranks(parts, slot, 1 if order > 0 else -1, what)
-    else:
-        norms = slot.reduce(parts, ReduceOp.SUM, what)
-        norms = norms if order == 0 else norms ** (1.0 / order)
-    return norms.to(tensors[0].dtype.to_real())
+    everyone = slot.bucket.communicator.everyone
+    parts = torch.stack([_norm_here(tensor, order).to(slot.device) for tensor in tensors])
+    rows = parts.new_zeros(everyone.size, len(parts))
+    rows[everyone.rank] = parts
+    rows = slot.reduce(rows, ReduceOp.SUM, what)
+    return torch.linalg.vector_norm(rows, order, dim=0).to(tensors[0].dtype.to_real())
 
 
-def _counted(part: Tensor, tensor: ShardedTensor) -> Tensor:
-    """This rank's part of a sum over ranks; zero if another tensor-parallel rank counts the same elements."""
-    return part if tensor.slot.share.is_counted_here else torch.zeros_like(part)
-
-
-def _partial_norm(tensor: ShardedTensor, order: float) -> Tensor:
-    """This rank's part of a vector norm. Parts are summed or, for infinite orders, reduced to a maximum or minimum."""
+def _norm_here(tensor: ShardedTensor, order: float) -> Tensor:
+    """The vector norm of this rank's range, unless another tensor-parallel rank counts the same elements."""
     local = tensor.local
     if local.dtype in LOW_PRECISION:
         local = local.float()  # powers in a norm would overflow in fp16
-    if order == 0:
-        return _counted((local != 0).sum().to(local.dtype.to_real()), tensor)
-    if abs(order) != float("inf"):
-        return _counted(torch.linalg.vector_norm(local, order) ** order, tensor)
-    if local.numel() == 0:
-        return local.new_full((), 0.0 if order > 0 else float("inf"), dtype=local.dtype.to_real())
+    if local.numel() == 0 or not tensor.slot.share.is_counted_here:
+        return local.new_full((), float("inf") if order < 0 else 0.0, dtype=local.dtype.to_real())
     return torch.linalg.vector_norm(local, order)
-
-
-def _extreme_over_ranks(parts: Tensor, slot: Slot, sign: int, what: str | None = None) -> Tensor:
-    """Maximum over ranks, or minimum if ``sign`` is -1. NaN is reduced separately: backends treat NaN differently."""
-    nan = parts.isnan()
-    flagged = torch.stack([(sign * parts).masked_fill(nan, -float("inf")), nan.to(parts.dtype)])
-    found, nan = slot.reduce(flagged, ReduceOp.MAX, what).unbind()
-    return (sign * found).masked_fill(nan > 0, float("nan"))
 
 
 def _communicating(tensor: Any) -> ShardedTensor | None:
@@ -288,7 +272,8 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = _communicating(args[0])
     if tensor is None or len(args) > 2 or kwargs.get("dim") or kwargs.get("keepdim") or kwargs.get("dtype"):
         return NotImplemented
-    return _norms([tensor], float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))[0]
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    return _norms([tensor], order)[0] if order else NotImplemented
 
 
 def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:

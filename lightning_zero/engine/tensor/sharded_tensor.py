@@ -5,7 +5,6 @@ User code sees a tensor of the full shape; ``dispatch`` implements the operators
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -120,14 +119,6 @@ def show(view: Tensor, tensor: Tensor) -> None:
 # -- sharded tensors ---------------------------------------------------------------------------------------------------
 
 
-class Deferred(ABC):
-    """Provider of tensor values that are complete only after an exchange between ranks."""
-
-    @abstractmethod
-    def complete(self) -> None:
-        """Complete the values, unless they are complete already. Collective."""
-
-
 # A ``BucketSlot`` (``engine/state/slot.py``, in a room above this one), which provides shape, range and communication.
 Slot = Any
 
@@ -141,7 +132,7 @@ class ShardedTensor(WrapperTensor):
             wider than the tensor's (an fp32 master weight of a bf16 parameter), and the range may be in host memory
             although the tensor is on another device.
         dtype: the dtype that user code sees.
-        keep: any object that must live as long as this tensor; if it is a ``Deferred``, reads first call ``complete``.
+        keep: any object that must live as long as this tensor; reads first call its method ``complete``, if it has one.
     """
 
     slot: Slot
@@ -169,8 +160,8 @@ class ShardedTensor(WrapperTensor):
         if self._local is None:
             return self.slot.local_parameter()
         synchronize(self.slot.background)  # background work may be writing to the range
-        if isinstance(self.keep, Deferred):
-            self.keep.complete()
+        if (complete := getattr(self.keep, "complete", None)) is not None:
+            complete()
         return self._local
 
     def show(self, local: Tensor, keep: Any) -> None:
