@@ -254,7 +254,8 @@ class Communicator:
         if simulation is None and not process_group.is_fake(everywhere):
             # rank 0 provides the number in the engine's name, since the ranks' own counts may differ after a failure
             with explained("setting up the sharded module"):
-                number, *_ = self.everyone.gather_objects(next(_communicators))
+                number, *_ = self.everyone.gather_numbers(next(_communicators), "the name of the engine")
+            self.counters.clear()  # the communicator has only just been made: this exchange does not count
             self.name = f"{all_ranks[0]}/{number}"
             self.everyone.watch = watch = Watch(self.name, all_ranks)
             self.meeting = self._new_group("gloo", [all_ranks])
