@@ -580,6 +580,37 @@ def test_a_rank_that_was_late_does_not_make_the_next_handshake_fail(run_on):
     run_on(2, stall)
 
 
+class Counted:
+    """A store that counts requests."""
+
+    def __init__(self, store):
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+def count_requests():
+    _, _, _, engine = make(3)
+    engine.rendezvous._store = store = Counted(engine.rendezvous._store)
+    requests = []
+    for turn in range(20):
+        dist.barrier()
+        before = store.requests
+        engine.rendezvous.meet(f"meeting {turn}")
+        requests.append(store.requests - before)
+    # Its own value, the others' values and what is over; plus the polls that were needed.
+    assert min(requests) <= 3 + 6, requests
+    engine.close()
+
+
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_handshakes_requests_do_not_grow_with_the_number_of_ranks(run_on, size):
+    run_on(size, count_requests)
+
+
 def replace_gradients(stage):
     module, reference, _, engine = make(stage)
     for ours, theirs in pairs(module, reference):

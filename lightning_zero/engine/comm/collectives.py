@@ -192,7 +192,6 @@ class Communicator:
         rank, size: this rank's number in the group, and the group's size.
         control: the control plane of the group.
         everyone: that of all ranks that hold the module: the data-parallel ranks times the tensor-parallel ranks.
-        meeting: a group of ``everyone`` in which only rendezvous take place; None if no other process exists.
         name: identifies this communicator on every rank; empty if no other process exists.
         tensor: the tensor-parallel ranks that share tensors with this rank.
         mesh: the mesh of ranks, two-dimensional if collectives have two levels, or ``shards_within`` is set.
@@ -221,7 +220,6 @@ class Communicator:
         self.is_on_one_machine, self.may_compress = True, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
         self.everyone = self.control = ControlPlane(self.counters)
-        self.meeting: ProcessGroup | None = None
         self.name = ""
         if self.size * self.tensor.size > 1:
             self.group = group or process_group.default_group()
@@ -254,11 +252,10 @@ class Communicator:
         if simulation is None and not process_group.is_fake(everywhere):
             # rank 0 provides the number in the engine's name, since the ranks' own counts may differ after a failure
             with explained("setting up the sharded module"):
-                number, *_ = self.everyone.gather_numbers(next(_communicators), "the name of the engine")
+                (number,) = self.everyone.numbers_of(0, [next(_communicators)], "the name of the engine")
             self.counters.clear()  # the communicator has only just been made: this exchange does not count
             self.name = f"{all_ranks[0]}/{number}"
             self.everyone.watch = watch = Watch(self.name, all_ranks)
-            self.meeting = self._new_group("gloo", [all_ranks])
         if self.tensor.size > 1:
             tensor = self.tensor
             tensor.control = control(process_group.ranks_of(tensor.group), tensor.rank, tensor.group, tensor.groups)
@@ -433,4 +430,3 @@ class Communicator:
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # the group may have failed, or already be destroyed
                     process_group.destroy(self._own_groups.pop())
-            self.meeting = None

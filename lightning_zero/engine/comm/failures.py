@@ -343,6 +343,11 @@ class Watch:
         finally:
             self._notices.end_wait(outer)
 
+    @property
+    def gone(self) -> list[int]:
+        """The positions among the members of those whose processes have ended."""
+        return [position for position, rank in enumerate(self._members) if rank in self._notices.gone]
+
     def close(self) -> None:
         """Forget the engine's collectives, for which no other rank waits any more."""
         self._notices.begun.pop(self._name, None)
@@ -420,8 +425,6 @@ def explained(what: str, blame: str | None = None) -> Iterator[None]:
             raise RuntimeError(f"{what} did not complete: {reason}") from None
         if blame is None:
             raise
-        if _notices and (gone := sorted(_notices[0].gone)):
-            blame = f"{blame} The program has ended on rank(s) {gone}."
         raise RuntimeError(f"{what} did not complete: {blame} ({error})") from error
 
 

@@ -1,19 +1,20 @@
 """The rendezvous of ranks before an implicit collective, so that a missing rank causes an error instead of a hang.
 
 ``if rank == 0: print(p.norm())`` works under DDP, where every rank holds all of ``p``. If ``p`` is sharded, the same
-line needs a collective of all ranks. Such collectives are rare, so there is time for an exchange first, in a process
-group of its own, in which each rank says what it asks for.
+line needs a collective of all ranks. Such collectives are rare, so there is time to check in the process group's store
+first that all ranks have arrived.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import SAME_UNITS
-from lightning_zero.engine.comm.process_group import all_gather_objects
+from lightning_zero.engine.comm.failures import SAME_UNITS, Watch, failure
+from lightning_zero.engine.comm.process_group import named_store
 
 _REMEMBERED = 3
 """The next gather is expected by this many last ones."""
@@ -56,7 +57,9 @@ class Rendezvous:
         self._is_met = False
         self._last: tuple[int, ...] = ()  # the buckets gathered last
         self._next: dict[tuple[int, ...], int] = {}  # by the buckets gathered last: the next one on every rank
-        self._group = communicator.meeting
+        if self._watch is not None:
+            self._timeout = communicator.timeout.total_seconds()
+            self._store = named_store(f"lightning_zero/rendezvous/{communicator.name}")
 
     def meet(self, what: str, advice: str = _SAME_LINES) -> None:
         """Wait until every rank has called this method with the same argument.
@@ -82,8 +85,7 @@ class Rendezvous:
             )
         watch.check_process(what)
         with watch.waiting(f"the rendezvous for {what}"):
-            self.meetings += 1
-            asked = all_gather_objects(what, self._group)
+            asked = self._exchange(what, watch)
         if different := [rank for rank, other in enumerate(asked) if other != what]:
             raise RuntimeError(
                 f"Rank {self._rank} needs every rank for {what}, since each rank holds only a shard, but rank(s) "
@@ -105,6 +107,28 @@ class Rendezvous:
             self.meet(what, SAME_UNITS)
             self._next[self._last] = bucket
         self._last = (*self._last[1 - _REMEMBERED :], bucket)
+
+    def _exchange(self, what: str, watch: Watch) -> list[str]:
+        """Wait for the other ranks, and return what each has passed.
+
+        The store is polled, since a wait in the store would not end when a rank ends.
+        """
+        number, self.meetings = self.meetings, self.meetings + 1
+        keys = [f"meeting/{number}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], what)
+        deadline, pause = time.monotonic() + self._timeout, 1e-4
+        while not self._store.check(keys):  # one request for all keys
+            gone = watch.gone  # read before the store, since a rank may arrive and then end
+            if failure() is not None or any(not self._store.check([keys[rank]]) for rank in gone):
+                raise RuntimeError(f"the program has ended on rank(s) {gone}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not finished after {self._timeout:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        asked = [each.decode() for each in self._store.multi_get(keys)]
+        if number >= 2:  # all ranks have read the keys of rendezvous ``number - 2``
+            self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
+        return asked
 
     @contextmanager
     def met(self, what: str) -> Iterator[None]:
@@ -138,4 +162,4 @@ class Rendezvous:
 
     def close(self) -> None:
         """Close the rendezvous, and reset ``absence``, which a failed run may have left set."""
-        self.is_closed, self.absence, self._group = self._watch is not None, Absence(), None
+        self.is_closed, self.absence = self._watch is not None, Absence()
