@@ -75,13 +75,13 @@ def make_own_folder(path: str) -> None:
 
 
 def check_own(path: str) -> None:
-    """Check that a path is this user's own folder, to which no one else has access.
+    """Check that a path is this user's own folder, in which no one else may write.
 
     Raises:
         PermissionError: if another user may have put files into it.
     """
     found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
             errno.EACCES, "it is a link or a file, or another user's, or open to others, so it is not used", path
         )

@@ -671,6 +671,8 @@ def come_back() -> None:
         with on_machines(machines):
             engine.rejoin()
         same_tensors(engine.full_state_dict(), expected, bound=0)
+        with torch.no_grad():
+            module(*batch(0))
         engine.close()
         same_tensors(dict(module.state_dict()), expected, bound=0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from lightning_zero.engine.compat import (
     untraced,
 )
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.tensor.sharded_tensor import View, show
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 
@@ -88,17 +87,20 @@ class SavedTensors:
             pop_hooks()
         return stopped
 
-    def outlive(self, output: Any) -> None:
-        """Give the tensors in an output that lie in buffers, which are about to be released, memory of their own."""
-        for tensor in tensors_in(output):
-            if self._bucket_showing(tensor) is not None and not isinstance(tensor, View):
-                memory = local_memory(tensor)
-                show(memory, memory.detach().clone())
+    def outlive(self, output: Any) -> Any:
+        """Return a module's output, with copies of the tensors that lie in buffers that are about to be released."""
+        if isinstance(output, Tensor):  # the common case
+            return output if self._bucket_showing(output) is None else output.clone()
+        if any(self._bucket_showing(tensor) is not None for tensor in tensors_in(output)):
+            return with_tensors(output, lambda t: t if self._bucket_showing(t) is None else t.clone())
+        return output
 
     def outlive_attributes(self, attributes: Attributes) -> None:
         """Apply ``outlive`` to attributes that a forward has set, such as ``self.row = self.weight[0]``."""
         for holder, name in attributes.that_may_hold_tensors():
-            self.outlive(holder[name])
+            kept = self.outlive(holder[name])
+            if kept is not holder[name]:
+                holder[name] = kept
 
     def _bucket_showing(self, tensor: Tensor) -> Bucket | None:
         if tensor.layout is not torch.strided or isinstance(tensor, WrapperTensor) or not self._bucket_of:
@@ -197,3 +199,27 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def with_tensors(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """Replace the tensors that ``tensors_in`` yields: in place in mutable objects, whose classes may be the user's."""
+    if isinstance(value, Tensor):
+        return replace(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [with_tensors(item, replace) for item in value]
+        if isinstance(value, list):
+            value[:] = items
+        elif isinstance(value, set):
+            value.clear()
+            value.update(items)
+        else:
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    elif isinstance(value, MutableMapping):
+        for key, item in list(value.items()):
+            value[key] = with_tensors(item, replace)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                # not ``setattr``, which a frozen dataclass refuses
+                object.__setattr__(value, field.name, with_tensors(getattr(value, field.name), replace))
+    return value

@@ -225,7 +225,7 @@ class Schedule:
             if call is Call.WATCHED:
                 self._saved.unwatch()
             if not self._keeping and not unit.stays:
-                self._saved.outlive(output)
+                output = self._saved.outlive(output)
                 self._saved.outlive_attributes(attributes)
             if torch.is_grad_enabled() and not unit.stays and not self._is_held(unit):
                 begin_backward = partial(self.begin_backward, unit)

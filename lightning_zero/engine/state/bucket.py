@@ -101,7 +101,6 @@ class Bucket:
             that hold its parameters' sharded contents (see ``BucketSlot.enter_forward``). Empty once the parameters are
             ordinary.
         is_data_read: whether a module has read ``data`` of a parameter, through which it may have written values.
-        is_left: whether a failure has left the bucket sharded, so that its parameters are only read one by one.
         awaits_refresh: whether ``hooks_after_update`` are running, before ``refresh`` gathers the update's result.
     """
 
@@ -128,7 +127,7 @@ class Bucket:
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
         self.update: BackgroundUpdate | None = None
         self.awaits_refresh = False
-        self.is_replicated, self.is_left = residency.plan.is_replicated, False
+        self.is_replicated, self._is_left = residency.plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self.extensions = extensions
         if extensions:
@@ -234,7 +233,6 @@ class Bucket:
         """
         if self.state in (BucketState.GATHERING, BucketState.GATHERED) and not refresh:
             return
-        assert not self.is_left, "after a failure, parameters are only read one by one"
         with temporarily_clear_interpreter_stack():  # a gather is not part of a function that ``torch.func`` transforms
             self._gather()
 
@@ -279,6 +277,8 @@ class Bucket:
                 announce(self._number)
             if own is not None and self.extensions:
                 encode(self, own)  # may be collective, so it follows the announcement
+            if self._is_left:
+                return self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
             return self.communicator.along(self.over).all_gather(self.full, self._ranges, what)
 
         what = f"the gather of unit {self.unit_name or 'root'!r}"
@@ -454,9 +454,16 @@ class Bucket:
         self._pending.clear()
         if not self.is_replicated and self.is_ready:
             self._free()
-        self.part = None  # it may mix values from before and after an update
-        self.state, self.is_left = BucketState.SHARDED, True  # a replicated buffer may be partly overwritten
+        if self.part is not None:  # ``part`` may mix values from before and after an update
+            self.layout = replace(self.layout, nodes=1)
+            self.residency.leave_part(self.layout)
+            self.part.abandon()
+            self.part = None
+            self._find_ranges()
+        self.state = BucketState.SHARDED  # a replicated buffer may be partly overwritten
 
     def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
         """Use a new communicator between the same ranks, after the previous one has failed."""
         self.communicator, self.rendezvous = communicator, rendezvous
+        # If true, gathers broadcast each shard: with ``shard_within``, no collective gathers over all ranks.
+        self._is_left = self.layout.order is not None or communicator.shards_within

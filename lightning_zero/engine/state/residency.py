@@ -282,6 +282,12 @@ class Residency:
         self.plan = replace(plan, masters=Medium.DEVICE) if plan.masters in SHOWN else plan
         self._values = self._held(self._values.float())
 
+    def leave_part(self, layout: BucketLayout) -> None:
+        """Replace the layout by one without parts. This rank's own values stay in the same memory."""
+        masters, copy = (Medium.DEVICE if m is Medium.PART else m for m in (self.plan.masters, self.plan.copy))
+        assert masters is not None
+        self.plan = replace(self.plan, layout=layout, masters=masters, copy=copy)
+
 
 # -- parts of the parameters (``shard_within``) ------------------------------------------------------------------------
 
@@ -336,6 +342,10 @@ class NodePart:
         start, stop = (min(max(each - self._begin, 0), len(self._values)) for each in (segment.start, segment.stop))
         begin = self._begin - segment.start
         self.values()[start:stop].copy_(flat_range(value.expand(segment.shape), start + begin, stop + begin))
+
+    def abandon(self) -> None:
+        """Drop this part after a failure. A running exchange is not awaited: other ranks may never join it."""
+        self._pending.clear()
 
 
 def shard(

@@ -299,7 +299,7 @@ def repartition(bucket: Bucket, owners: Sequence[int]) -> None:
 def make_ordinary(bucket: Bucket, device: torch.device) -> None:
     """Turn the parameters of a bucket into ordinary full tensors on a device; former DTensors become DTensors again."""
     bucket.wait()
-    is_exact, slots = bucket.dtype == bucket.full.dtype and not bucket.is_left, slots_of(bucket)
+    is_exact, slots = bucket.dtype == bucket.full.dtype, slots_of(bucket)
     if is_exact:
         bucket.gather()
         bucket.wait()
