@@ -90,7 +90,7 @@ def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
 
     A run ends at a gap: kernels may round the last elements of a tensor differently (see ``ALIGNMENT``), so the
     elements before a gap must also be the last of a master. In a whole bucket, each segment is a separate run. The same
-    holds with one rank, since gradients are then not in a flat buffer.
+    holds with one rank, so that each parameter has a master in its own shape.
     """
     by_bucket: dict[Bucket, list[BucketSlot]] = {}
     for slot in slots:
