@@ -105,6 +105,11 @@ def test_the_papers_configurations_are_choices_of_stage(name: str, tmp_path: Pat
     assert strategy.options.tensor_parallel_size == 2
 
 
+def test_compression_reaches_the_strategy(tmp_path: Path) -> None:
+    config = composed('stage="2"', "stage.compression=int8", folder=tmp_path)
+    assert instantiate(config.trainer.strategy).config.compression == "int8"
+
+
 def test_resilience_reaches_the_strategy(tmp_path: Path) -> None:
     for arguments, meant in (
         ([], None),
