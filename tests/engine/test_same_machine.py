@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.engine.comm.transport import Cast, Started
+from lightning_zero.engine.comm.transport import Started
 from tests.support.training import Recipe, same_runs, train_zero
 from tests.support.transports import cross_memory
 from tests.support.workers import rank, world_size
@@ -42,15 +42,6 @@ def wait(started: Started) -> Any:
     return started.finish()
 
 
-def rows(values: torch.Tensor) -> list[tuple[int, int]]:
-    return [(number * values.shape[1], (number + 1) * values.shape[1]) for number in range(len(values))]
-
-
-def gather(transport: Any, full: torch.Tensor) -> Started:
-    """Begin to fill each row with that of the rank of its number."""
-    return transport.all_gather(full.view(-1), rows(full))
-
-
 def exchange_slices(numel: int) -> None:
     transport = neighbours()
     values = torch.arange(numel * world_size()).view(world_size(), numel) + 1
@@ -59,7 +50,7 @@ def exchange_slices(numel: int) -> None:
         full[rank()] = values[rank()] * (turn + 1)
         if (turn + rank()) % 3 == 0:
             time.sleep(0.002)  # so that some ranks are ready earlier than others
-        wait(gather(transport, full))
+        wait(transport.gather(list(full)))
         assert torch.equal(full, values * (turn + 1))
     dist.barrier()
     transport.close()
@@ -74,8 +65,8 @@ def test_a_gather_gives_each_rank_the_slices_of_all_ranks(run_on, size, numel):
 def add_up(numel: int, wire: torch.dtype) -> None:
     transport, size = neighbours(), world_size()
     values = torch.randn(size, size, numel, generator=torch.Generator().manual_seed(3))  # from each rank, for each rank
-    own, flat = values[rank()][rank()], values[rank()]
-    exchanges = [transport.reduce_scatter(flat.view(-1), rows(flat), Cast(wire)) for _ in range(3)]
+    own, sent = values[rank()][rank()], values[rank()].to(wire)
+    exchanges = [transport.reduce(own, list(sent)) for _ in range(3)]
     terms = [own if other == rank() else values[other][rank()].to(wire).float() for other in range(size)]
     expected = sum(terms[1:], terms[0].clone())
     for exchange in exchanges:
@@ -112,7 +103,7 @@ def many_at_once(count: int) -> None:
     exchanges = []
     for number, full in enumerate(buffers):
         full[rank()] = number
-        exchanges.append(gather(transport, full))
+        exchanges.append(transport.gather(list(full)))
     for number, (full, exchange) in enumerate(zip(buffers, exchanges)):
         wait(exchange)
         assert (full == number).all()
@@ -206,12 +197,12 @@ def end_while_others_wait() -> None:
         dist.barrier()
         transport.close()
         return
-    exchange = gather(transport, torch.zeros(world_size(), 4))
+    exchange = transport.gather(list(torch.zeros(world_size(), 4)))
     dist.barrier()
     with pytest.raises(RuntimeError, match="closed"):
         wait(exchange)
     with pytest.raises(RuntimeError, match="closed"):
-        wait(gather(transport, torch.zeros(world_size(), 4)))
+        wait(transport.gather(list(torch.zeros(world_size(), 4))))
     transport.close()
 
 
@@ -225,7 +216,7 @@ def end_one_after_another() -> None:
         transport = neighbours()
         full = torch.full((world_size(), 3), -1.0)
         full[rank()] = rank()
-        exchange = gather(transport, full)
+        exchange = transport.gather(list(full))
         if rank() == turn % world_size():
             wait(exchange)
             transport.close()
@@ -246,12 +237,12 @@ def close_while_another_is_late() -> None:
     full = torch.full((world_size(), 3), -1.0)
     full[rank()] = rank()
     if rank() == 0:
-        exchange = gather(transport, full)
+        exchange = transport.gather(list(full))
         transport.close()  # returns after a timeout, and leaves the rest to the thread
         dist.barrier()
     else:
         dist.barrier()
-        exchange = gather(transport, full)
+        exchange = transport.gather(list(full))
     wait(exchange)
     assert full[:, 0].tolist() == list(range(world_size()))
     transport.close()
@@ -280,12 +271,12 @@ def fail_before_the_last_has_read() -> None:
         process_memory.read_memory = read_late
     try:
         if rank() != 1:
-            exchange = gather(transport, full)
+            exchange = transport.gather(list(full))
         while rank() == 0 and set(transport._signals.received.get((GATHER_TAG, 0), ())) != {1}:  # rank 2's position
             time.sleep(0.001)
         dist.barrier()
         if rank() == 1:
-            exchange = gather(transport, full)
+            exchange = transport.gather(list(full))
         if rank() == 0:
             assert is_reading.wait(20)
         dist.barrier()
@@ -329,11 +320,11 @@ def collect_in_the_thread() -> None:
     weakref.finalize(owner, transport.close)
     full = torch.full((world_size(), 3), -1.0)
     full[rank()] = rank()
-    gather(transport, full)
+    transport.gather(list(full))
     del owner
     dist.barrier()
     for _ in range(2):  # incoming messages trigger a collection
-        gather(transport, full.clone())
+        transport.gather(list(full.clone()))
     dist.barrier()
     transport.sever("it failed")
     gc.enable()
@@ -364,9 +355,9 @@ def refuse_until_asked() -> None:
         process_memory.read_memory, process_memory.let_read = read_if_allowed, let_read
         transport = connect(range(world_size()), rank(), MINUTE, objects_of_all)
         assert transport is not None
-        full = torch.full((world_size(), 2), float(rank()))
-        wait(gather(transport, full))
-        assert full[:, 0].tolist() == full[:, 1].tolist() == list(range(world_size()))
+        full = torch.full((2 * world_size(),), float(rank()))
+        wait(transport.gather(full.chunk(world_size())))
+        assert full.tolist() == [float(r) for r in range(world_size()) for _ in range(2)]
         dist.barrier()
         transport.close()
     finally:

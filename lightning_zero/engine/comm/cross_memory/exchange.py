@@ -2,7 +2,7 @@
 
 Gloo copies bytes into the kernel and out of it again (the loopback device), in several threads. Here, bytes are copied
 once, by cross-memory attach (``process_memory.py``), and sockets only carry signals that memory is ready or has been
-read.
+read. Small slices are sent as messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,25 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.cross_memory import process_memory
-from lightning_zero.engine.comm.cross_memory.small_messages import GATHER_TAG, REDUCE_TAG, SmallMessages
-from lightning_zero.engine.comm.transport import Chain, Codec, Ranges, Started, Transport, slices_of
+from lightning_zero.engine.comm.cross_memory.small_messages import (
+    GATHER_TAG,
+    REDUCE_TAG,
+    SMALL,
+    SmallMessages,
+    bytes_of,
+    fill,
+    tensor_of,
+)
+from lightning_zero.engine.comm.transport import (
+    Chain,
+    Codec,
+    Ranges,
+    Started,
+    Transport,
+    add_up,
+    in_order_of_ranks,
+    slices_of,
+)
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # timeout for connecting, in seconds
@@ -31,16 +48,16 @@ _transports_of_process: weakref.WeakSet[CrossMemoryTransport] = weakref.WeakSet(
 
 
 class CrossMemoryTransport(Transport):
-    """Copies each slice only once. Gives the same sums as ``BackendTransport``.
+    """Copies each large slice only once. Gives the same sums as ``BackendTransport``.
 
-    Codecs must be casts, since slices are added up in parts.
+    Codecs must be casts, since large slices are added up in parts.
 
     Args:
         peers: rank, process ID and two sockets for each other rank, in ascending order of ranks. The
-            second socket is for ``small``.
+            second socket is for small messages.
 
     Attributes:
-        small: exchanges of small values, such as those of the control plane, by sockets alone.
+        small: exchanges of small messages over sockets, without reading other processes' memory.
     """
 
     def __init__(
@@ -58,16 +75,49 @@ class CrossMemoryTransport(Transport):
 
     def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
         slices = slices_of(full, ranges)
+        if max(map(len, slices)) * full.itemsize > SMALL:
+            return self.gather(slices)
+        key = self.small.send(GATHER_TAG, [bytes_of(slices[self._rank])] * len(self._ranks))
+
+        def receive() -> None:
+            for rank, message in zip(self._ranks, self.small.receive(key)):
+                fill(slices[rank], message)
+
+        return Started([receive], [full])
+
+    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
+        sent = slices_of(codec.encode(flat), ranges)
+        own = slices_of(flat, ranges[self._rank : self._rank + 1])[0]
+        if max(map(len, sent)) * codec.dtype.itemsize > SMALL:
+            return self.reduce(own, sent)
+        total = torch.empty_like(own)
+        key = self.small.send(REDUCE_TAG, [bytes_of(sent[rank]) for rank in self._ranks])
+
+        def receive() -> None:
+            messages = (tensor_of(message, (len(own),), codec.dtype) for message in self.small.receive(key))
+            others = (codec.decode(message, len(own), own.dtype) for message in messages)
+            add_up(in_order_of_ranks(own, self._rank, others), total)
+
+        return Started([receive], [flat, total], lambda: total)
+
+    def gather(self, slices: Sequence[Tensor]) -> Started:
+        """Fill large ``slices`` from the other ranks' memory, while the other ranks read this rank's slice."""
 
         def take(position: int, process: int, address: int) -> None:
             process_memory.read_memory(process, address, slices[self._ranks[position]])
 
         exchange = self._begin(GATHER_TAG, [slices[self._rank]] * len(self._ranks), take)
-        return self._gathers.start(exchange, [full])
+        return self._gathers.start(exchange, list(slices))
 
-    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
-        encoded, own = codec.encode(flat), flat[slice(*ranges[self._rank])]
-        sent, total, wire = slices_of(encoded, ranges), torch.empty_like(own), encoded.dtype
+    def reduce(self, own: Tensor, sent: Sequence[Tensor]) -> Started:
+        """Add up all ranks' large contributions, in the order of ranks.
+
+        Args:
+            own: this rank's own contribution, 1-D.
+            sent: for each rank, the values that it adds to its own; they may have another dtype than ``own``. This
+                rank's element is ignored.
+        """
+        total, wire = torch.empty_like(own), sent[0].dtype
         # The first two terms may be swapped: rank 0 adds its own values after those of rank 1.
         own_follows = max(self._rank - 1, 0)
 
@@ -85,7 +135,7 @@ class CrossMemoryTransport(Transport):
                     part.add_(mine)
 
         exchange = self._begin(REDUCE_TAG, [sent[rank] for rank in self._ranks], take, total)
-        return self._reductions.start(exchange, [flat, encoded, total])
+        return self._reductions.start(exchange, [own, *sent, total])
 
     def _begin(
         self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], result: Tensor | None = None

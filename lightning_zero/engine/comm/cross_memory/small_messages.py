@@ -1,7 +1,8 @@
-"""Messages between ranks of one machine: small values, and the signals of exchanges that read memory.
+"""Messages of up to 64 KiB between ranks of one machine: small values, and the signals of large exchanges.
 
-A message is copied to the kernel when it is sent, and the waiting thread itself receives it from there, which takes
-about ten microseconds. Gloo's collectives take about a hundred.
+A large exchange wakes a thread that reads the other process's memory, which takes about a hundred microseconds or
+more. Gloo's collectives take longer. A small message is copied to the kernel when it is sent, and the waiting
+thread itself receives it from there, which takes about ten microseconds.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-_LARGEST = 2**16
-"""The largest message, in bytes. A socket's buffer holds a few messages of this size."""
+SMALL = 2**16
+"""An exchange of up to this many bytes per rank is small. A socket's buffer holds a few messages of this size."""
 
 GATHER_TAG, REDUCE_TAG, CONTROL_TAG = 1, 2, 3
 """The tags of exchanges: parameters, gradients, and the control plane's values."""
@@ -149,7 +150,7 @@ class SmallMessages:
         for position, connected in enumerate(self.sockets):
             while position not in self.lost:
                 try:
-                    message = connected.recv(_LARGEST + _HEAD.size)
+                    message = connected.recv(SMALL + _HEAD.size)
                 except BlockingIOError:
                     break
                 except ConnectionResetError:
@@ -191,10 +192,15 @@ def bytes_of(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
 
 
+def fill(tensor: Tensor, message: bytes) -> None:
+    """Fill a contiguous CPU tensor, without incrementing its version: autograd may have saved views of its values."""
+    if len(message) != tensor.nbytes:
+        raise RuntimeError(f"another rank sent {len(message)} bytes where {tensor.nbytes} were expected")
+    ctypes.memmove(tensor.data_ptr(), message, len(message))
+
+
 def tensor_of(message: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Make a tensor from a message's bytes."""
     made = torch.empty(shape, dtype=dtype, device="cpu")
-    if len(message) != made.nbytes:
-        raise RuntimeError(f"another rank sent {len(message)} bytes where {made.nbytes} were expected")
-    ctypes.memmove(made.data_ptr(), message, len(message))
+    fill(made, message)
     return made
