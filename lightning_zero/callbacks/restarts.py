@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import time
 import zlib
@@ -40,7 +41,7 @@ from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.io.annotations import check_fields, shown
-from lightning_zero.io.disk import check_own, make_own_folder
+from lightning_zero.io.disk import make_own_folder
 
 _MEMORY = "/dev/shm"
 _FORGOTTEN = 24 * 3600  # seconds after the last change of a job's folder, when the user's next job removes it
@@ -143,6 +144,13 @@ def keep_for_next_attempt() -> None:
     """Leave kept states in memory when this process ends, since a run has failed, perhaps after the fit."""
     for job in _jobs.values():
         job.keeps = True
+
+
+def _check_own(folder: str) -> None:
+    """Raise a PermissionError unless this is this user's own folder, to which no one else has access."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is a link, or another user's, or open to others, so it is not read")
 
 
 def _remove_forgotten(private: str, own: str) -> None:
@@ -366,13 +374,13 @@ class Restarts:
     def _make_folder_on_disk(self) -> None:
         if "://" not in self._on_disk:
             os.makedirs(self._on_disk, 0o700, exist_ok=True)
-            check_own(self._on_disk)
+            _check_own(self._on_disk)
 
     def _recorded(self) -> list[KeptState]:
         """Return the checkpoints that this fit has saved; none if their record belongs to another user."""
         with suppress(Exception):  # libraries for object stores raise errors of their own
             if "://" not in self._on_disk:
-                check_own(self._on_disk)
+                _check_own(self._on_disk)
             with fsspec.open(self._record, "r") as file:
                 return [KeptState(int(step), False, str(path)) for step, _, path in json.load(file)]
         return []

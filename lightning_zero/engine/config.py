@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_zero.io.annotations import check_fields, shown
+from lightning_zero.io.annotations import check_fields, matches, shown
 from lightning_zero.io.disk import is_in_memory
 from lightning_zero.io.options import config_of
 
-Modules = type | Iterable[type] | Callable[[str, nn.Module], bool]
-"""How an option specifies modules: by one or several classes, or a predicate of (qualified name, module)."""
+Modules = str | type | Iterable[type] | Callable[[str, nn.Module], bool]
+"""How an option specifies modules: a keyword, one or several classes, or a predicate of (qualified name, module)."""
 
 OffloadTarget = Literal["cpu", "nvme"]
 
@@ -82,21 +82,21 @@ class EngineConfig:
             autocast would cast them anyway. ``None`` gathers them in their own dtype, like all other parameters.
 
     Raises:
-        ValueError: if a value is not allowed.
+        TypeError, ValueError: if a value is not allowed.
     """
 
     stage: int = field(default=3, metadata={"given": str})
     offload: OffloadConfig | None = field(default=None, metadata={"given": OffloadTarget | Mapping[str, Any]})
     shard_within: Literal["node"] | int | None = field(default=None, metadata={"least": 2})
     compression: Literal["int8", "int4"] | None = None
-    units: Literal["auto"] | Modules = "auto"
+    units: Modules = "auto"
     unit_numel: int | None = field(default=None, metadata={"least": 0})
     prefetch: int = field(default=1, metadata={"least": 0})
     overlap: bool = True
     reduction_buffers: int = field(default=2, metadata={"least": 1})
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     bucket_numel: int = field(default=2**25, metadata={"least": 1})
-    activation_checkpointing: Literal["units"] | Modules | None = None
+    activation_checkpointing: Modules | None = None
     partition_activations: bool = False
     state_dtype: Literal["bf16"] | None = None
     masters: bool = True
@@ -110,6 +110,9 @@ class EngineConfig:
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
+        _check_modules("units", self.units, "auto")
+        if self.activation_checkpointing is not None:
+            _check_modules("activation_checkpointing", self.activation_checkpointing, "units")
         check_fields(self)
         self._check_together(self.offload or OffloadConfig(optimizer=None))
 
@@ -253,3 +256,13 @@ def stage_number(stage: int | str) -> int:
             "'os+g+p'. For stage 0, use Lightning's strategy='ddp'."
         )
     return _STAGES[name]
+
+
+def _check_modules(option: str, wanted: Any, word: str) -> None:
+    is_classes = isinstance(wanted, Collection) and matches(wanted, Iterable[type]) and len(wanted) > 0
+    if is_classes or callable(wanted) or matches(wanted, Literal[word]):
+        return
+    raise TypeError(
+        f"{option}={shown(wanted)} must be {word!r}, a module class or a list of classes ({option}=[Block]), or a "
+        f"predicate ({option}=lambda name, module: ...)."
+    )

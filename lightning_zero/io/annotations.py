@@ -8,10 +8,7 @@ from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-_WORDS: dict[Any, str] = {
-    **{int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"},
-    **{type: "a class", collections.abc.Iterable: "a list", collections.abc.Callable: "a function"},
-}
+_WORDS = {int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
 _LONGEST = 100
 
 
@@ -63,8 +60,12 @@ def described(annotation: Any, least: float | None = None) -> str:
 
 
 def _word(kind: Any) -> str:
-    kind = get_origin(kind) or kind
-    return _WORDS.get(kind) or f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+    if kind in _WORDS:
+        return _WORDS[kind]
+    name = (get_origin(kind) or kind).__name__
+    if name == "Callable":
+        return "a function"
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
 def shown(value: Any) -> str:

@@ -68,20 +68,26 @@ def is_in_memory(path: str) -> bool:
 
 
 def make_own_folder(path: str) -> None:
-    """Create a folder in an existing one, for this user alone; see ``check_own``."""
-    with suppress(FileExistsError):
-        os.mkdir(path, 0o700)
-    check_own(path)
-
-
-def check_own(path: str) -> None:
-    """Check that a path is this user's own folder, in which no one else may write.
+    """Create a folder in an existing one, for this user alone.
 
     Raises:
-        PermissionError: if another user may have put files into it.
+        PermissionError: if the folder exists, and another user may have put files into it, or may replace it.
     """
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found, parent = os.lstat(path), os.stat(os.path.dirname(os.path.abspath(path)))
+    reason = None
+    if not stat.S_ISDIR(found.st_mode):
+        reason = "the path is a link or a file"
+    elif found.st_uid != os.geteuid():
+        reason = f"the folder belongs to user {found.st_uid}"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = f"other users may change the folder (mode {stat.S_IMODE(found.st_mode):04o} instead of 0700)"
+    elif parent.st_uid not in (os.geteuid(), 0):
+        reason = f"the parent folder belongs to user {parent.st_uid}, who might replace the folder"
+    elif parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
+        reason = "every user may replace the folder in its parent folder"
+    if reason is not None:
         raise PermissionError(
-            errno.EACCES, "it is a link or a file, or another user's, or open to others, so it is not used", path
+            errno.EACCES, f"{reason}, so its files cannot be trusted: remove the folder or choose another", path
         )

@@ -102,7 +102,7 @@ class AutomaticStrategy(TrainerStrategy):
                 self.config,
                 stage=self.choice.stage,
                 offload=self.choice.offload,  # type: ignore[arg-type]
-                activation_checkpointing=self.choice.activation_checkpointing,  # type: ignore[arg-type]
+                activation_checkpointing=self.choice.activation_checkpointing,
             )
             for sentence in self.choice.why:
                 rank_zero_info(sentence)

@@ -79,13 +79,13 @@ WRONG = [
     ("stage.prefetch=-1", "stage.prefetch=-1 must be an integer of at least 0"),
     ("stage.unit_numel=many", "stage.unit_numel='many' must be an integer of at least 0"),
     ("stage.reduce_dtype=fp8", "stage.reduce_dtype='fp8' must be 'fp32', 'bf16', 'fp16'"),
-    ("stage.activation_checkpointing=all", "stage.activation_checkpointing='all' must be 'units', a class, a list"),
+    ("stage.activation_checkpointing=all", "stage.activation_checkpointing='all' must be 'units', a module class"),
     ("offload=gpu", "offload=gpu: no such option; there are cpu, cpu_params, none, nvme, nvme_params"),
     ("stage.resilience=disk", "stage.resilience='disk' must be None, 'memory', a ResilienceConfig"),
     ("stage.compression=zip", "stage.compression='zip' must be 'int8', 'int4' or None"),
     ("stage.offload=gpu", "stage.offload='gpu' must be None, 'cpu', 'nvme', an OffloadConfig or a mapping"),
     ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be 'cpu', 'nvme' or None"),
-    ("stage.units=some", "stage.units='some' must be 'auto', a class, a list or a function"),
+    ("stage.units=some", "stage.units='some' must be 'auto', a module class"),
     ("stage.units=[", "stage.units=[: no viable alternative"),
 ]
 

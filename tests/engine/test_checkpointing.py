@@ -187,7 +187,7 @@ def test_two_backward_passes_recompute_activations_twice(run_on, stage):
 @pytest.mark.parametrize(
     ("wanted", "error", "message"),
     [
-        ("unit", ValueError, "activation_checkpointing='unit' must be 'units', a class, a list"),
+        ("unit", TypeError, "activation_checkpointing='unit' must be 'units', a module class"),
         (nn.LSTM, ValueError, "activation_checkpointing: no submodule .* matches LSTM. The model contains: Block, "),
         ("units", ValueError, r"only unit is the root.*activation_checkpointing=\[Block\]"),
     ],

@@ -80,7 +80,10 @@ def test_the_state_at_sigterm_is_not_written_to_a_folder_of_another_user(folder)
     os.chown(on_disk(folder), 12345, 12345)
     options = {"epochs": 1, "strategy": {"async_save": True}, "faults": [fault(0, 2, [1], "backward", "term")]}
     assert started(folder, options).wait(90) == 0
-    assert "A signal is ending this job, and its state is kept only in" in (folder / "output").read_text()
+    assert (
+        "so it is not read A signal is ending this job, and its state is kept only in"
+        in (folder / "output").read_text()
+    )
     assert not list(on_disk(folder).iterdir())
 
 

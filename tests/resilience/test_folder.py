@@ -43,10 +43,10 @@ def another_users(path):
 
 
 PREPARED = {
-    "another user's": another_users,
-    "open": lambda path: (path.mkdir(), path.chmod(0o777)),
-    "a link": lambda path: path.symlink_to(path.parents[-2] / "victim"),
-    "a file": lambda path: path.touch(),
+    "another user's": (another_users, "belongs to user 12345"),
+    "open": (lambda path: (path.mkdir(), path.chmod(0o777)), "mode 0777 instead of 0700"),
+    "a link": (lambda path: path.symlink_to(path.parents[-2] / "victim"), "the path is a link or a file"),
+    "a file": (lambda path: path.touch(), "the path is a link or a file"),
 }
 
 
@@ -56,12 +56,13 @@ def test_a_folder_that_another_user_may_have_prepared_is_not_used(prepared, leve
     monkeypatch.setattr("lightning_zero.callbacks.restarts._fits", iter([0]))
     job = PRIVATE / f"test-{uuid.uuid4().hex}"
     PRIVATE.mkdir(0o700, exist_ok=True)
+    prepare, reason = PREPARED[prepared]
     try:
         if level == "fit":
             job.mkdir(0o700)
-        PREPARED[prepared](job if level == "job" else job / "fit-0")
+        prepare(job if level == "job" else job / "fit-0")
         trainer = make_trainer(ZeroStrategy(3, resilience=ResilienceConfig(job=job.name)), devices=1, max_steps=1)
-        with pytest.raises(ValueError, match="resilience: .* cannot be used .*it is a link or a file, or another"):
+        with pytest.raises(ValueError, match=f"resilience: .* cannot be used .*{reason}"):
             trainer.fit(Learner())
     finally:
         job.unlink() if job.is_symlink() or job.is_file() else shutil.rmtree(job)

@@ -84,7 +84,7 @@ def refuse_engine_options(options, message):
         ({"prefetch": -1}, r"prefetch=-1 must be an integer of at least 0"),
         ({"reduction_buffers": 0}, r"reduction_buffers=0 must be an integer of at least 1"),
         ({"bucket_numel": 1.5}, r"bucket_numel=1.5 must be an integer"),
-        ({"units": "blocks"}, r"units='blocks' must be 'auto', a class, a list or a function"),
+        ({"units": "blocks"}, r"units='blocks' must be 'auto', a module class"),
         ({"units": nn.LSTM}, r"no submodule with parameters matches LSTM"),
     ],
 )

@@ -131,7 +131,7 @@ def test_zero_auto_names_wrong_resources(resources: Any) -> None:
         (str | Path | None, ["a", Path("a"), None], [b"a", 3], "a string, a Path or None"),
         (dict[str, float], [{}, {"a": 1}], [{"a": "b"}, {1: 1}, [], None], "a dict"),
         (list[list[Any]], [[], [[1, "a"]]], [[1], "ab", {}], "a list"),
-        (type[nn.Module], [nn.Linear], [int, nn.Linear(1, 1)], "a class"),
+        (type[nn.Module], [nn.Linear], [int, nn.Linear(1, 1)], "a type"),
         (Callable[[int], bool], [len, int], ["len", None], "a function"),
         (torch.dtype, [torch.half], ["half"], "a dtype"),
     ],

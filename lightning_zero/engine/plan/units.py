@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from os.path import commonprefix
-from typing import Literal
 
 from torch import Tensor, nn
 from torch.jit import ScriptModule
@@ -71,9 +70,7 @@ class UnitPlan:
         return self.name == ""
 
 
-def plan_units(
-    root: nn.Module, units: Literal["auto"] | Modules = "auto", unit_numel: int | None = None
-) -> list[UnitPlan]:
+def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None = None) -> list[UnitPlan]:
     """Choose the units of a module; the root unit comes first.
 
     Automatic blocks are modules that every rank runs regardless of its data: the children of an ``nn.Sequential``,
@@ -190,9 +187,10 @@ def select_modules(root: nn.Module, wanted: Modules, *, option: str) -> list[tup
         matches = list(_outermost("", root, wanted))
         what = f"the predicate {getattr(wanted, '__name__', wanted)!r}"
     else:
+        assert not isinstance(wanted, str)
         classes = (wanted,) if isinstance(wanted, type) else tuple(wanted)
         matches = list(_outermost("", root, lambda _, module: isinstance(module, classes)))
-        what = " or ".join(sorted(cls.__name__ for cls in classes)) or "an empty list"
+        what = " or ".join(sorted(cls.__name__ for cls in classes))
     if not matches:
         present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
         raise ValueError(f"{option}: no submodule with parameters matches {what}. The model contains: {present}.")

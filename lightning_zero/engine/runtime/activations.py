@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -369,9 +369,7 @@ class CheckpointedModule:
         self._recomputing -= 1
 
 
-def modules_to_checkpoint(
-    module: nn.Module, plans: list[UnitPlan], wanted: Literal["units"] | Modules | None
-) -> list[nn.Module]:
+def modules_to_checkpoint(module: nn.Module, plans: list[UnitPlan], wanted: Modules | None) -> list[nn.Module]:
     """The modules that the option ``activation_checkpointing`` selects."""
     if wanted is None:
         return []

@@ -212,8 +212,7 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     ):
         return NotImplemented
     if func is aten._foreach_norm.Scalar:
-        order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-        return _norms_of_list(first, order) if order else NotImplemented
+        return _norms_of_list(first, float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
     is_plain = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
     if is_plain and not in_place or func._schema.name in _REDUCTIONS_OF_LISTS:
         return NotImplemented
@@ -243,14 +242,17 @@ def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
 
 
 def _norms(tensors: list[ShardedTensor], order: float, what: str | None = None) -> Tensor:
-    """Vector norms: those of the norms of each tensor's ranges, which are gathered by summing rows, one a rank."""
+    """Vector norms: those of the norms of each tensor's ranges, which are gathered by summing rows, one a rank.
+
+    Of order 0, the number of elements that are not zero, the ranges' norms are added up.
+    """
     slot = tensors[0].slot
     everyone = slot.bucket.communicator.everyone
     parts = torch.stack([_norm_here(tensor, order).to(slot.device) for tensor in tensors])
     rows = parts.new_zeros(everyone.size, len(parts))
     rows[everyone.rank] = parts
     rows = slot.reduce(rows, ReduceOp.SUM, what)
-    return torch.linalg.vector_norm(rows, order, dim=0).to(tensors[0].dtype.to_real())
+    return torch.linalg.vector_norm(rows, order or 1, dim=0).to(tensors[0].dtype.to_real())
 
 
 def _norm_here(tensor: ShardedTensor, order: float) -> Tensor:
@@ -272,8 +274,7 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = _communicating(args[0])
     if tensor is None or len(args) > 2 or kwargs.get("dim") or kwargs.get("keepdim") or kwargs.get("dtype"):
         return NotImplemented
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    return _norms([tensor], order)[0] if order else NotImplemented
+    return _norms([tensor], float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))[0]
 
 
 def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
