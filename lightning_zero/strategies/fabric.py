@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saver import SaveMode
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.engine import Engine, compatibility, consolidate, deferred_param, engine_of, sharded_tree
+from lightning_zero.engine import Engine, compat, compatibility, consolidate, deferred_param, engine_of, sharded_tree
 from lightning_zero.strategies.base import BaseStrategy, StrategyOptions, takes_options
 
 _Kind = TypeVar("_Kind")
@@ -223,6 +223,7 @@ class _Sharded(nn.Module):
         self.module = module
         self._has_compared = False  # the first inputs between tensor-parallel ranks
 
+    @compat.never_traced  # otherwise compiled code has guards on all engines, and fails if one is deleted meanwhile
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         engine = engine_of(self.module)
         if engine is not None and not self._has_compared:

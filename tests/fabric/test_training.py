@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -242,6 +243,32 @@ def scheduled(strategy: str) -> Any:
 @fabrics(plain, marked, lightning_module, compiled, scheduled)
 def test_a_loop_gives_ddps_numbers(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
+
+
+def compiled_beside_another(strategy: str) -> Any:
+    """Train compiled code, and go on after another module has been set up."""
+    fabric = make_fabric(strategy)
+    torch._dynamo.reset()
+    compiled = []
+
+    def count(guards: Sequence[Any]) -> list[bool]:  # called whenever something is compiled
+        compiled.append([guard.name for guard in guards])
+        return [True] * len(guards)
+
+    model, optimizer = set_up(fabric)
+    model = torch.compile(model, backend="eager", options={"guard_filter_fn": count})
+    losses = train(fabric, model, optimizer)
+    before = list(compiled)
+    other = fabric.setup(nn.Linear(2, 2))
+    losses += train(fabric, model, optimizer)
+    assert before
+    assert compiled == before, "compiled again"
+    del other
+    return losses, weights(model)
+
+
+def test_code_is_not_compiled_again_when_another_module_is_set_up(run_on):
+    run_on(2, same_as_under_ddp, case=compiled_beside_another)
 
 
 @fabrics(clipped, accumulated, buffers_of_each_forward)
