@@ -92,12 +92,29 @@ def check(config: DictConfig) -> DictConfig:
     for group, verb in (("offload", "offload"), ("resilience", "keep its state")):
         if resolved.stage.get(group) is not None and resolved.stage._target_.endswith(".DDPStrategy"):
             raise ConfigError(f"{group}: DDP cannot {verb}: write {group}=none, or stage=1, 2 or 3")
+    _check_ddp(resolved.stage)
     if not resolved.trainer.get("enable_progress_bar", True):
         resolved.callbacks.pop("progress", None)  # Lightning rejects this callback with enable_progress_bar=false
     _choose_devices(resolved.trainer)
     _check_packages(resolved)
     _check_made(resolved)
     return resolved
+
+
+def _check_ddp(stage: DictConfig) -> None:
+    """Check the names of DDP's arguments, which DDP would refuse once processes have started."""
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch.nn.parallel import DistributedDataParallel
+
+    from lightning_zero import ZeroStrategy
+
+    if stage.get("_target_", "").endswith(".DDPStrategy"):
+        known = [name for kind in (DDPStrategy, DistributedDataParallel) for name in inspect.signature(kind).parameters]
+        for name in map(str, stage):
+            if name not in ("_target_", *known):
+                if name in inspect.signature(ZeroStrategy).parameters:
+                    raise ConfigError(f"stage.{name}: DDP has no such option: write stage=1, 2 or 3")
+                raise ConfigError(_unknown(f"stage.{name}", known))
 
 
 def _choose_devices(trainer: DictConfig) -> None:

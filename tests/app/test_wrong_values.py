@@ -132,6 +132,8 @@ def test_a_damaged_configuration_file_ends_with_one_line_that_names_it(
     [
         ("offload=cpu", "offload: DDP cannot offload: write offload=none, or stage=1, 2 or 3"),
         ("resilience=memory", "resilience: DDP cannot keep its state: write resilience=none, or stage=1, 2 or 3"),
+        ("+stage.compression=int8", "stage.compression: DDP has no such option: write stage=1, 2 or 3"),
+        ("+stage.static_grap=true", "stage.static_grap: no such key; did you mean stage.static_graph?"),
     ],
 )
 def test_options_of_zero_under_ddp_are_refused_in_one_line(capfd, choice, said):

@@ -973,6 +973,41 @@ def test_writes_of_a_module_to_its_own_parameters_in_its_forward_are_kept(run_on
     run_on(size, write_in_forward)
 
 
+class ReadsWhatItKept(nn.Linear):
+    """Multiplies by a row of its weight that it has kept in a forward under `inference_mode`."""
+
+    def forward(self, x, step):
+        if torch.is_inference_mode_enabled():
+            self.row, self.doubled = self.weight[0], self.weight[0] * 2
+        return (super().forward(x) * self.row).square().mean()
+
+
+def keep_under_inference_mode():
+    torch.manual_seed(0)
+    reference = ReadsWhatItKept(WIDTH, WIDTH)
+    wrapped = DistributedDataParallel(reference) if world_size() > 1 else reference
+    modules = {stage: copy.deepcopy(reference) for stage in (1, 2, 3)}
+    expected = evaluate_and_train(reference, wrapped, adam(reference))
+    for stage, module in modules.items():
+        optimizer = adam(module)
+        engine = Engine(module, [optimizer], stage=stage)
+        losses = evaluate_and_train(module, module, optimizer)
+        torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+        assert module.doubled.is_inference() == reference.doubled.is_inference()
+        engine.close()
+
+
+def evaluate_and_train(module, wrapped, optimizer):
+    with torch.inference_mode():
+        wrapped(inputs(0), 0)
+    return train(module, wrapped, optimizer, steps=1)  # afterwards, the row follows the weight under DDP only
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_view_of_a_weight_kept_under_inference_mode_can_be_used_in_training(run_on, size):
+    run_on(size, keep_under_inference_mode)
+
+
 def drop_a_graph():
     module = Net()
     engine = Engine(module, [adam(module)], stage=3)

@@ -49,8 +49,6 @@ class UnshardedBucket:
     """A bucket before sharding: its parameters, in the order of the layout.
 
     Attributes:
-        fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet, or if the
-            optimizer needs whole parameters.
         gradient_codec: encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
         extensions: those of the parameters; empty if the parameters are not extended.
     """

@@ -90,9 +90,9 @@ class SavedTensors:
     def outlive(self, output: Any) -> Any:
         """Return a module's output, with copies of the tensors that lie in buffers that are about to be released."""
         if isinstance(output, Tensor):  # the common case
-            return output if self._bucket_showing(output) is None else output.clone()
+            return output if self._bucket_showing(output) is None else _copied(output)
         if any(self._bucket_showing(tensor) is not None for tensor in tensors_in(output)):
-            return with_tensors(output, lambda t: t if self._bucket_showing(t) is None else t.clone())
+            return with_tensors(output, lambda t: t if self._bucket_showing(t) is None else _copied(t))
         return output
 
     def outlive_attributes(self, attributes: Attributes) -> None:
@@ -112,6 +112,14 @@ class SavedTensors:
         if self._bucket_of:
             pop_hooks()
             self._watching.pop()
+
+
+def _copied(view: Tensor) -> Tensor:
+    """Copy a view of a buffer. Under ``inference_mode``, too, a view of an ordinary tensor is an ordinary tensor."""
+    if torch.is_inference_mode_enabled() and not view.is_inference():
+        with torch.inference_mode(False), torch.no_grad():
+            return view.clone()
+    return view.clone()
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS}
