@@ -89,10 +89,8 @@ def check(config: DictConfig) -> DictConfig:
             raise ConfigError(f"resume={resolved.resume}: cannot be looked up: {in_one_line(error)}") from error
         if not exists:
             raise ConfigError(f"resume={resolved.resume}: no such checkpoint")
-    for group, verb in (("offload", "offload"), ("resilience", "keep its state")):
-        if resolved.stage.get(group) is not None and resolved.stage._target_.endswith(".DDPStrategy"):
-            raise ConfigError(f"{group}: DDP cannot {verb}: write {group}=none, or stage=1, 2 or 3")
-    _check_ddp(resolved.stage)
+    if resolved.stage.get("_target_", "").endswith(".DDPStrategy"):
+        _check_ddp(resolved.stage)
     if not resolved.trainer.get("enable_progress_bar", True):
         resolved.callbacks.pop("progress", None)  # Lightning rejects this callback with enable_progress_bar=false
     _choose_devices(resolved.trainer)
@@ -102,19 +100,20 @@ def check(config: DictConfig) -> DictConfig:
 
 
 def _check_ddp(stage: DictConfig) -> None:
-    """Check the names of DDP's arguments, which DDP would refuse once processes have started."""
+    """Check that DDP has the given options, since it would refuse them only once processes have started."""
     from lightning.pytorch.strategies import DDPStrategy
     from torch.nn.parallel import DistributedDataParallel
 
-    from lightning_zero import ZeroStrategy
+    from lightning_zero.strategies.trainer import ZeroStrategy
 
-    if stage.get("_target_", "").endswith(".DDPStrategy"):
-        known = [name for kind in (DDPStrategy, DistributedDataParallel) for name in inspect.signature(kind).parameters]
-        for name in map(str, stage):
-            if name not in ("_target_", *known):
-                if name in inspect.signature(ZeroStrategy).parameters:
-                    raise ConfigError(f"stage.{name}: DDP has no such option: write stage=1, 2 or 3")
-                raise ConfigError(_unknown(f"stage.{name}", known))
+    for group, verb in (("offload", "offload"), ("resilience", "keep its state")):
+        if stage.get(group) is not None:
+            raise ConfigError(f"{group}: DDP cannot {verb}: write {group}=none, or stage=1, 2 or 3")
+    known = [name for kind in (DDPStrategy, DistributedDataParallel) for name in inspect.signature(kind).parameters]
+    for name in sorted({*stage} - {"_target_", "offload", "resilience", *known}):
+        if name in inspect.signature(ZeroStrategy).parameters:
+            raise ConfigError(f"stage.{name}: DDP has no such option: write stage=1, 2 or 3")
+        raise ConfigError(_unknown(f"stage.{name}", known))
 
 
 def _choose_devices(trainer: DictConfig) -> None:
