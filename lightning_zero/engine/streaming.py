@@ -166,8 +166,7 @@ def ranks_of(parts: Sequence[Part]) -> tuple[int, int, Callable[[Any], list[Any]
     if (bucket := _bucket_of(source for part in parts for _, source in part.sources)) is not None:
         everyone = bucket.communicator.everyone
         return everyone.rank, everyone.size, everyone.gather_objects
-    size = process_group.world_size()
-    return process_group.rank(), size, process_group.all_gather_objects if size > 1 else lambda value: [value]
+    return process_group.rank(), process_group.world_size(), process_group.all_gather_objects
 
 
 def _bucket_of(tensors: Iterable[Tensor]) -> Bucket | None:

@@ -227,6 +227,8 @@ def broadcast_object(value: Any, source: int) -> Any:
 
 def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Gather a picklable value from each rank, in the order of ranks. Collective."""
+    if not is_initialized():
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group)
     return gathered

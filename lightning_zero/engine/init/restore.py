@@ -106,10 +106,8 @@ def consolidate(module: nn.Module) -> None:
         )
     size = world_size()
     places = {(bucket.communicator.rank, bucket.communicator.size) for bucket in left.values()}
-    held: list[tuple[list[str], set[tuple[int, int]]]] = [(list(left), places)]
-    if size > 1:
-        with explained("unsharding the module's parameters"):
-            held = all_gather_objects((list(left), places))
+    with explained("unsharding the module's parameters"):
+        held: list[tuple[list[str], set[tuple[int, int]]]] = all_gather_objects((list(left), places))
     if any(places - {(rank, size)} for rank, (_, places) in enumerate(held)):
         sizes = " or ".join(map(str, sorted({of_size for _, places in held for _, of_size in places})))
         raise ValueError(
