@@ -47,7 +47,6 @@ def stop(reason: object) -> NoReturn:
 
 
 try:
-    import matplotlib  # noqa: F401  - the report at the end uses it
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import (
         AutoModelForCausalLM,
