@@ -113,7 +113,8 @@ def measure_memory(model: str, stage: int, dtype: torch.dtype, device: torch.dev
     """Bytes of this rank's model states when all exist, including gradients, and of everything at the peak."""
     on_gpu = device.type == "cuda"
     context = 16
-    module = model_of(model, context).to(device, dtype)
+    with device:
+        module = model_of(model, context).to(dtype)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
     text = torch.randint(256, (1, context + 1), device=device)
     engine = Engine(module, [optimizer], stage=stage)

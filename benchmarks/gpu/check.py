@@ -20,7 +20,7 @@ def parts_of(arguments: argparse.Namespace) -> list[Part]:
 
     def tests(name: str, share: float, *paths: str) -> Part:
         xml = [f"--junitxml={folder / name}.xml", "-o", "junit_logging=all"]
-        command = ["-m", "pytest", *paths, "-n", "4", "--timeout", str(18 * arguments.minutes), "-q", *xml]
+        command = ["-m", "pytest", *paths, "-n", "4", "--timeout", str(18 * arguments.minutes), "-v", *xml]
         return Part(name, command, share)
 
     on_gpu = device == "cuda"

@@ -55,7 +55,7 @@ def main() -> int:
     profiled.export_chrome_trace(str(arguments.output / "trace.json.gz"))
     spans: dict[bool, list[Span]] = {True: [], False: []}
     for event in profiled.events():
-        if event.device_type is DeviceType.CUDA:
+        if event.device_type is DeviceType.CUDA and not event.is_user_annotation:  # not labels, which span their work
             is_communication = "spin_kernel" in event.name or "Memcpy DtoD" in event.name
             spans[is_communication].append((event.time_range.start, event.time_range.end))
     result = {

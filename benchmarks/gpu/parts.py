@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 REPOSITORY = BENCHMARKS.parent
+GRACE = 5.0
+"""Seconds that a part has to write its results after its time limit."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Part:
     """A command, without the interpreter.
 
     Attributes:
-        share: the share of the run's time after which it is killed; with less than a third of this left, it is not
+        share: the share of the run's time after which it is stopped; with less than a third of this left, it is not
             started.
     """
 
@@ -66,12 +69,13 @@ def run(parts: list[Part], minutes: float, folder: Path) -> int:
             try:
                 ended = f"exit code {process.wait(min(limit, left))}"
             except subprocess.TimeoutExpired:
-                ended = "killed at its time limit"
+                ended = "stopped at its time limit"
+                process.send_signal(signal.SIGINT)  # pytest then writes what it has found
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
             finally:
-                try:
+                with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # also what the command has left running
-                except ProcessLookupError:
-                    pass
                 process.wait()
         failed += ended != "exit code 0"
         said = (folder / f"{part.name}.log").read_text(errors="replace").strip()

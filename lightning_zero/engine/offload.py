@@ -278,21 +278,29 @@ class Update(NamedTuple):
     ) -> Update:
         """Make an update that runs on the CPU.
 
-        For a module on another device, a fused kernel is the default, and ``capturable`` is left out, which the CPU
-        refuses.
+        For a module on another device, tensors among the options are copied to the CPU, a fused kernel is the default,
+        and ``capturable`` is left out, which the CPU refuses.
 
         Args:
             device: the module's device.
             own: the result of ``of_no_parameter``.
         """
+
+        def kept(value: Any) -> Any:
+            """A copy of a tensor, here rather than in a kernel of the CPU, which does not wait for the device."""
+            if not isinstance(value, Tensor):
+                return value
+            return value.to("cpu", copy=True) if device.type != "cpu" else value.clone()
+
         kind: Any = type(optimizer)
-        options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        options = {key: kept(value) for key, value in group.items()}
         if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
             options["fused"] = kind.__name__ in _FUSED and not any(p.is_complex() for p in group["params"])
         if device.type != "cpu" and options.get("capturable"):
             options["capturable"] = False
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        attributes = {**optimizer.__dict__, "state": tree_map_only(Tensor, Tensor.clone, own)}
+        attributes = {key: kept(value) for key, value in vars(optimizer).items()}
+        attributes["state"] = tree_map_only(Tensor, kept, own)
         return cls(kind, _without_hooks(kind), attributes, options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:

@@ -57,14 +57,16 @@ class RankGroup:
         if self.is_single:
             return
         environment, device = self._strategy.cluster_environment, self._strategy.root_device
-        timeout = self._strategy.options.timeout
-        options: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+        backend, timeout = self._strategy.process_group_backend, self._strategy.options.timeout
+        # if Gloo's default group is bound to a device, torch cannot make groups of some ranks
+        is_bound = device.type != "cpu" and backend != "gloo"
+        options: dict[str, Any] = {"timeout": timeout, "device_id": device if is_bound else None}
         if not process_group.is_initialized():
             address = environment.main_address, environment.main_port
             rank, size = environment.global_rank(), environment.world_size()
             store = store_of_attempt(*address, rank, size, timeout or default_pg_timeout)
             options |= {"store": store} if store is not None else {}
-            internals.init_dist_connection(environment, self._strategy.process_group_backend, **options)
+            internals.init_dist_connection(environment, backend, **options)
         elif failures.failure() is not None:
             failures.renew(**options)
             self.mesh = None  # the mesh's groups have failed, too

@@ -154,6 +154,31 @@ def test_optimizers_with_offloaded_states_train_as_ddp(run_on_device, place, opt
     run_on_device(2, is_ddps, recipe=recipe, stage=3, bound=CLOSE, offload=offload)
 
 
+@in_order
+def scale_losses() -> None:
+    """As `GradScaler` does with a fused optimizer: its kernel divides by a scale on the device."""
+    recipe = Recipe(device=NAME)
+    (plain, plain_optimizer), (module, optimizer) = prepare(recipe), prepare(recipe)
+    optimizer.param_groups[0]["fused"] = True
+    engine = Engine(module, [optimizer], stage=3, offload="cpu")
+    for step in range(3):
+        plain(*batch(step, device=NAME)).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        (module(*batch(step, device=NAME)) * 1024).backward()
+        optimizer.grad_scale = torch.full((), 1024.0, device=NAME)
+        optimizer.found_inf = torch.zeros((), device=NAME)
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+        optimizer.zero_grad()
+    same_tensors(engine.full_state_dict(), plain.state_dict(), bound=CLOSE)
+    engine.close()
+
+
+def test_an_offloaded_update_waits_for_the_scale_of_the_loss(run_on_device):
+    run_on_device(1, scale_losses)
+
+
 @RANKS
 @pytest.mark.exhaustive
 def test_offloaded_activations_change_nothing(run_on_device, ranks):

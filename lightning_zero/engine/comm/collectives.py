@@ -61,6 +61,7 @@ class Pending:
             with self._watch.waiting(self._what, self._ordinal) if self._watch is not None else nullcontext():
                 for wait in self._waits:
                     wait()
+                del wait  # a work may keep its buffers
         self._waits, self._buffers = [], []  # before ``finish``, which may need memory
         return self._finish() if self._finish is not None else None
 

@@ -8,6 +8,7 @@ first that all ranks have arrived.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,9 @@ from lightning_zero.engine.comm.process_group import named_store
 
 _REMEMBERED = 3
 """The next gather is expected by this many last ones."""
+
+_ARRIVAL = 1 << 48
+"""One rank's arrival in a sum of arrivals and checksums of 32 bits."""
 
 _SAME_LINES = (
     "Run this line on every rank (not inside 'if rank == 0:', and not after a loop that has fewer batches on this "
@@ -111,24 +115,32 @@ class Rendezvous:
     def _exchange(self, what: str, watch: Watch) -> list[str]:
         """Wait for the other ranks, and return what each has passed.
 
-        The store is polled, since a wait in the store would not end when a rank ends.
+        Ranks add up their arrivals and checksums, so that requests and values do not grow with the number of ranks.
+        Only if checksums differ, each rank writes what it has passed.
         """
-        number, self.meetings = self.meetings, self.meetings + 1
-        keys = [f"meeting/{number}/{rank}" for rank in range(self._size)]
+        key, self.meetings = f"meeting/{self.meetings}", self.meetings + 1
+        own = _ARRIVAL + zlib.crc32(what.encode())
+        self._store.add(key, own)
+        self._poll(lambda: self._store.add(key, 0) >= self._size * _ARRIVAL, watch)
+        if self._rank == 0 and self.meetings > 1:  # all ranks have left the rendezvous before
+            self._store.delete_key(f"meeting/{self.meetings - 2}")
+        if self._store.add(key, 0) == self._size * own:
+            return [what] * self._size
+        keys = [f"{key}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
+        self._poll(lambda: self._store.check(keys), watch)
+        return [each.decode() for each in self._store.multi_get(keys)]
+
+    def _poll(self, is_over: Callable[[], bool], watch: Watch) -> None:
+        """Wait by polling the store, since a wait in the store would not end when a rank ends."""
         deadline, pause = time.monotonic() + self._timeout, 1e-4
-        while not self._store.check(keys):  # one request for all keys
-            gone = watch.gone  # read before the store, since a rank may arrive and then end
-            if failure() is not None or any(not self._store.check([keys[rank]]) for rank in gone):
-                raise RuntimeError(f"the program has ended on rank(s) {gone}")
+        while not is_over():
+            if failure() is not None or (watch.gone and not is_over()):  # a rank may have arrived, and then ended
+                raise RuntimeError(f"the program has ended on rank(s) {watch.gone}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not finished after {self._timeout:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        asked = [each.decode() for each in self._store.multi_get(keys)]
-        if number >= 2:  # all ranks have read the keys of rendezvous ``number - 2``
-            self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
-        return asked
 
     @contextmanager
     def met(self, what: str) -> Iterator[None]:
