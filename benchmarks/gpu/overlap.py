@@ -14,11 +14,10 @@ import torch
 from common import GPTS, describe, write_results
 from models import batch_of, model_of
 from systems import SYSTEMS, Conditions
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from tests.gpu.one_device import twins
-from tests.gpu.test_profile import Span, covered
+from tests.gpu.test_profile import Span, covered, on_device
 
 RANKS = 4
 PAUSE = 300_000  # cycles of 0.5 ns: about as long as NVLink takes for a layer of the GPT of 1.3 billion parameters
@@ -54,10 +53,9 @@ def main() -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     profiled.export_chrome_trace(str(arguments.output / "trace.json.gz"))
     spans: dict[bool, list[Span]] = {True: [], False: []}
-    for event in profiled.events():
-        if event.device_type is DeviceType.CUDA and not event.is_user_annotation:  # not labels, which span their work
-            is_communication = "spin_kernel" in event.name or "Memcpy DtoD" in event.name
-            spans[is_communication].append((event.time_range.start, event.time_range.end))
+    for event in on_device(profiled):
+        is_communication = "spin_kernel" in event.name or "Memcpy DtoD" in event.name
+        spans[is_communication].append((event.time_range.start, event.time_range.end))
     result = {
         "about": describe(__file__, ("torch",)),
         "hidden": covered(spans[True], spans[False]),

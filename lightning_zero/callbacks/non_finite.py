@@ -76,7 +76,7 @@ class FindNonFinite(Callback):
             return
         broken = _broken_gradients(pl_module)  # of sharded gradients, each rank has only its own part
         mine = self._search(trainer, pl_module, optimizer, window), broken
-        every = process_group.all_gather_objects(mine)
+        every = process_group.all_gather_objects(mine) if trainer.world_size > 1 else [mine]
         *_, where = min((found for found, _ in every if found is not None), default=("the cause was not found",))
         broken_anywhere = {name for _, names in every for name in names}
         if names := [name for name, _ in pl_module.named_parameters() if name in broken_anywhere]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.autograd import DeviceType
@@ -25,6 +27,12 @@ def covered(spans: list[Span], by: list[Span]) -> float:
     return both / whole if whole else 0.0
 
 
+def on_device(profiled: profile) -> list[Any]:
+    """The kernels and copies, without labels, which span the work that they name."""
+    events = profiled.events()
+    return [event for event in events if event.device_type is DeviceType.CUDA and not event.is_user_annotation]
+
+
 def copies_under_compute(device: str, overlap: bool, width: int = 4096, batch: int = 8192) -> float:
     """The share of the time for copying parameters from the host's memory in which kernels run."""
     from lightning_zero.engine import Engine
@@ -44,10 +52,8 @@ def copies_under_compute(device: str, overlap: bool, width: int = 4096, batch: i
         module(x).backward()
         if device == "cuda":
             torch.cuda.synchronize()
-    on_device = [event for event in profiled.events() if event.device_type is DeviceType.CUDA]
-    on_device = [event for event in on_device if not event.is_user_annotation]  # labels span the work that they name
     spans: dict[bool, list[Span]] = {True: [], False: []}
-    for event in on_device:
+    for event in on_device(profiled):
         if "Memcpy" not in event.name or "HtoD" in event.name:
             spans["HtoD" in event.name].append((event.time_range.start, event.time_range.end))
     engine.close()

@@ -227,9 +227,9 @@ def broadcast_object(value: Any, source: int) -> Any:
 
 def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Gather a picklable value from each rank, in the order of ranks. Collective."""
-    if not is_initialized():
+    if (size := world_size(group)) == 1:
         return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
+    gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, value, group)
     return gathered
 

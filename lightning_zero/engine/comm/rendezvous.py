@@ -12,10 +12,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import SAME_UNITS, Watch, failure
 from lightning_zero.engine.comm.process_group import named_store
+
+_Read = TypeVar("_Read")
 
 _REMEMBERED = 3
 """The next gather is expected by this many last ones."""
@@ -121,22 +124,28 @@ class Rendezvous:
         key, self.meetings = f"meeting/{self.meetings}", self.meetings + 1
         own = _ARRIVAL + zlib.crc32(what.encode())
         self._store.add(key, own)
-        self._poll(lambda: self._store.add(key, 0) >= self._size * _ARRIVAL, watch)
+        total = self._poll(lambda: self._store.add(key, 0), lambda total: total >= self._size * _ARRIVAL, watch)
         if self._rank == 0 and self.meetings > 1:  # all ranks have left the rendezvous before
             self._store.delete_key(f"meeting/{self.meetings - 2}")
-        if self._store.add(key, 0) == self._size * own:
+        if total == self._size * own:
             return [what] * self._size
         keys = [f"{key}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
-        self._poll(lambda: self._store.check(keys), watch)
+        self._poll(lambda: self._store.check(keys), bool, watch)
         return [each.decode() for each in self._store.multi_get(keys)]
 
-    def _poll(self, is_over: Callable[[], bool], watch: Watch) -> None:
-        """Wait by polling the store, since a wait in the store would not end when a rank ends."""
+    def _poll(self, read: Callable[[], _Read], is_last: Callable[[_Read], bool], watch: Watch) -> _Read:
+        """Read the store until the value is the last one, and return it.
+
+        The store is polled, since a wait in the store would not end when a rank ends.
+        """
         deadline, pause = time.monotonic() + self._timeout, 1e-4
-        while not is_over():
-            if failure() is not None or (watch.gone and not is_over()):  # a rank may have arrived, and then ended
-                raise RuntimeError(f"the program has ended on rank(s) {watch.gone}")
+        while True:
+            gone = watch.gone  # before the store is read, since a rank may arrive and then end
+            if is_last(value := read()):
+                return value
+            if failure() is not None or gone:
+                raise RuntimeError(f"the program has ended on rank(s) {gone}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not finished after {self._timeout:.0f} s")
             time.sleep(pause)
