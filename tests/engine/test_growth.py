@@ -80,6 +80,7 @@ def count_setup_and_step(
 ) -> tuple[int, int]:
     """Instructions to construct the engine, and to run a step after two warm-up steps; see ``count``."""
     from lightning_zero.engine import Engine
+    from lightning_zero.engine.comm.asynchronous import synchronize
 
     module = nn.Sequential(*(Layer(tensors // units) for _ in range(units)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, foreach=True)
@@ -95,6 +96,9 @@ def count_setup_and_step(
         assert len(engines[0].units) == units
         for _ in range(2):
             step()
+        # the first step that finds no update under way measures the new states; without this, it may be the counted one
+        synchronize()
+        engines[0].report()
         counted = count(step)
         engines[0].close(communicate=False)  # there is no other rank
     return setup, counted
