@@ -82,6 +82,23 @@ def test_a_reduction_gives_each_rank_the_sum_of_all_ranks_contributions(run_on, 
     run_on(size, add_up, numel=numel, wire=wire)
 
 
+def memory_of_a_reduction() -> None:
+    transport = neighbours()
+    sent = torch.ones(world_size(), 100_003)
+    exchange = transport.reduce(sent[rank()], list(sent))
+    is_freed = threading.Event()
+    weakref.finalize(sent.untyped_storage(), is_freed.set)
+    del sent
+    assert is_freed.wait(30), "the sent values are kept until the reduction is waited for"
+    assert (wait(exchange) == world_size()).all()
+    dist.barrier()
+    transport.close()
+
+
+def test_sent_gradients_are_freed_once_all_ranks_have_read_them(run_on):
+    run_on(3, memory_of_a_reduction)
+
+
 def train_both_ways(recipe: Recipe, stage: int, **options: object) -> None:
     with cross_memory():
         run = train_zero(recipe, stage, **options)

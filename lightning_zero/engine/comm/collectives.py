@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,9 +46,9 @@ class Pending:
         self._waits, self._buffers, self._finish = started or Started([], [])
         self._ordinal = watch.begin(what) if watch is not None else 0
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        """The bytes of the collective's buffers until ``wait``, without those that a later step makes (``Levels``)."""
+        """The bytes of the collective's buffers now, without those that a later step makes (``Levels``)."""
         storages = (buffer.untyped_storage() for buffer in self._buffers)
         return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
 

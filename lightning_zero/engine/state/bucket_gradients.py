@@ -239,10 +239,9 @@ class BucketGradients:
 
     def _sum_of(self, pending: Pending) -> Tensor:
         """Wait for a reduction, and return the sum."""
-        nbytes = pending.nbytes
         with self.bucket.phases("wait for reduction", self.bucket.unit_name, on_stream=True):
             total: Tensor = pending.wait()
-        self.bucket.ledger.add("reduction", -nbytes)
+        self.bucket.ledger.add("reduction", -pending.nbytes)
         return total
 
     def _mean_of(self, pending: Pending) -> Tensor:

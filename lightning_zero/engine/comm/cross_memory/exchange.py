@@ -106,8 +106,9 @@ class CrossMemoryTransport(Transport):
         def take(position: int, process: int, address: int) -> None:
             process_memory.read_memory(process, address, slices[self._ranks[position]])
 
-        exchange = self._begin(GATHER_TAG, [slices[self._rank]] * len(self._ranks), take)
-        return self._gathers.start(exchange, list(slices))
+        buffers = list(slices)
+        exchange = self._begin(GATHER_TAG, [slices[self._rank]] * len(self._ranks), take, buffers)
+        return self._gathers.start(exchange, buffers)
 
     def reduce(self, own: Tensor, sent: Sequence[Tensor]) -> Started:
         """Add up all ranks' large contributions, in the order of ranks.
@@ -134,18 +135,21 @@ class CrossMemoryTransport(Transport):
                 if position == own_follows:
                     part.add_(mine)
 
-        exchange = self._begin(REDUCE_TAG, [sent[rank] for rank in self._ranks], take, total)
-        return self._reductions.start(exchange, [own, *sent, total])
+        buffers = [total, own, *sent]
+        exchange = self._begin(REDUCE_TAG, [sent[rank] for rank in self._ranks], take, buffers)
+        return self._reductions.start(exchange, buffers)
 
     def _begin(
-        self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], result: Tensor | None = None
+        self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], buffers: list[Tensor]
     ) -> Callable[[], Started]:
         """Tell the other ranks where they can read, and return a function that reads from them.
 
         Args:
             sources: the values for each other rank.
             take: reads from one peer; called with (the peer's position, its process ID, an address).
+            buffers: the result, and what is needed only until all ranks have read.
         """
+        result = buffers[0]
         number = self._signals.send(tag, [_ADDRESS.pack(source.data_ptr()) for source in sources])[1]
 
         def exchange() -> Started:
@@ -158,7 +162,7 @@ class CrossMemoryTransport(Transport):
                     raise RuntimeError(f"rank {self._ranks[position]} closed the connection")
                 self._signals.post((~tag, number), position)
             self._signals.receive((~tag, number))
-            sources.clear()  # all ranks have read
+            del buffers[1:]  # all ranks have read
             return Started([], [], lambda: result)
 
         return exchange
