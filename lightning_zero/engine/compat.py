@@ -103,7 +103,7 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
 # One kernel for many small tensors.
-foreach_copy, foreach_zero = torch._foreach_copy_, torch._foreach_zero_
+foreach_copy, foreach_zero, foreach_norm = torch._foreach_copy_, torch._foreach_zero_, torch._foreach_norm
 
 
 # Identifies a storage object, even one whose memory is released. Must be fast: it is called for each saved tensor.

@@ -110,6 +110,7 @@ def test_many_small_tensors_are_handled_by_one_call():
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
     compat.foreach_copy(targets, sources)
     assert [tensor.tolist() for tensor in targets] == [[1, 1], [2, 2, 2]]
+    assert [norm.item() for norm in compat.foreach_norm(targets, 1.0)] == [2, 6]
     compat.foreach_zero(targets)
     assert not any(tensor.any() for tensor in targets)
 

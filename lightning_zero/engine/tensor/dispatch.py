@@ -20,6 +20,7 @@ from lightning_zero.engine.comm.process_group import ReduceOp, wait_for
 from lightning_zero.engine.compat import (
     current_autograd_node,
     current_graph_task,
+    foreach_norm,
     let_foreach_take,
     tree_flatten,
     tree_map,
@@ -248,21 +249,20 @@ def _norms(tensors: list[ShardedTensor], order: float, what: str | None = None) 
     """
     slot = tensors[0].slot
     everyone = slot.bucket.communicator.everyone
-    parts = torch.stack([_norm_here(tensor, order).to(slot.device) for tensor in tensors])
+    norms = foreach_norm([_counted_here(tensor, order) for tensor in tensors], order)
+    parts = torch.stack([norm.to(slot.device) for norm in norms])
     rows = parts.new_zeros(everyone.size, len(parts))
     rows[everyone.rank] = parts
     rows = slot.reduce(rows, ReduceOp.SUM, what)
     return torch.linalg.vector_norm(rows, order or 1, dim=0).to(tensors[0].dtype.to_real())
 
 
-def _norm_here(tensor: ShardedTensor, order: float) -> Tensor:
-    """The vector norm of this rank's range, unless another tensor-parallel rank counts the same elements."""
+def _counted_here(tensor: ShardedTensor, order: float) -> Tensor:
+    """This rank's range, or a value that changes no norm if another tensor-parallel rank counts the same elements."""
     local = tensor.local
-    if local.dtype in LOW_PRECISION:
-        local = local.float()  # powers in a norm would overflow in fp16
     if local.numel() == 0 or not tensor.slot.share.is_counted_here:
-        return local.new_full((), float("inf") if order < 0 else 0.0, dtype=local.dtype.to_real())
-    return torch.linalg.vector_norm(local, order)
+        local = local.new_full((1,), float("inf") if order < 0 else 0.0)
+    return local.float() if local.dtype in LOW_PRECISION else local  # powers in a norm would overflow in fp16
 
 
 def _communicating(tensor: Any) -> ShardedTensor | None:
