@@ -76,6 +76,10 @@ class Destination:
                 f"so it is not replaced: save to {self.path}/NAME.ckpt, or move the other contents elsewhere"
             )
 
+    def make_folder(self) -> None:
+        """Create the folder that will contain the checkpoint."""
+        self._fs.makedirs(self._parent, exist_ok=True)
+
     @contextmanager
     def writing(self, name: str | None = None) -> Iterator[Stream]:
         """Context that opens a stream to a new file; a local file is synced to the disk on exit.

@@ -93,6 +93,7 @@ class Saver:
         self._jobs: list[Future[None]] = []
         self._group: process_group.ProcessGroup | None = None  # of all ranks, for their background threads alone
         self._made = WeakIdKeyDictionary()
+        self._expected: dict[str, bool] = {}  # by path: whether there is a checkpoint once all jobs are done
 
     def __reduce__(self) -> Any:
         # Users copy trainers and strategies. The copy gets a new saver, without the original's background work.
@@ -108,7 +109,9 @@ class Saver:
         def begin() -> tuple[str, str]:
             label = new_label()
             if ranks.rank == 0:  # every rank refuses a path before any rank writes to it
-                Destination(job.path, label).check_replaceable()
+                destination = Destination(job.path, label)
+                destination.check_replaceable()
+                destination.make_folder()  # now, since Lightning may link to the checkpoint before it is written
             return str(job.path), label
 
         path, label = on_every_rank(begin, ranks, str(job.path))[0]
@@ -118,6 +121,7 @@ class Saver:
         if not self._in_background:
             write(ranks, lambda: entries)
             return
+        self._expected[path] = True
         group = self._joined() if entries or job.mode is SaveMode.SHARDED else None
         gather = alone if group is None else partial(process_group.all_gather_objects, group=group)
         stay = []
@@ -244,6 +248,15 @@ class Saver:
             if (error := job.exception()) is not None:
                 log.error("%s", error)
 
+    def expects(self, path: Any) -> bool | None:
+        """Whether there will be a checkpoint at a path once all jobs are done; None if no job changes the path."""
+        return self._expected.get(str(path))
+
+    def expect_no(self, path: Any) -> None:
+        """Note on every rank that one of the ranks removes a checkpoint, by ``then``."""
+        if self._jobs:
+            self._expected[str(path)] = False
+
     def then(self, act: Callable[[], None]) -> None:
         """Call ``act`` after earlier checkpoints have been written, unless writing one of them fails."""
         if self._jobs:
@@ -254,6 +267,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until all checkpoints have been written, and raise the first error."""
         jobs, self._jobs = self._jobs, []
+        self._expected.clear()
         atexit.unregister(self._log_failures)
         wait(jobs)
         for job in jobs:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -140,10 +140,14 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 
 
 def local_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the memory of ``tensor``: ``tensor`` itself, or the first of those that it is made of."""
-    while is_made_of_tensors(tensor):
-        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-    return tensor
+    """The tensor with the memory of ``tensor``: itself, or the one that it wraps, or the first that it is made of."""
+    while True:
+        if is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+        elif is_made_of_tensors(tensor):
+            tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+        else:
+            return tensor
 
 
 class SlotsOfDTensor(torch.Tensor):
@@ -213,6 +217,14 @@ accumulation_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_post_a
 def set_accumulation_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
     """Replace a tensor's dictionary of post-accumulate-grad hooks. Users' handles refer to the dictionary."""
     tensor._post_accumulate_grad_hooks = hooks
+
+
+def let_hooks_be_registered(optimizer: torch.optim.Optimizer) -> None:
+    """Make registries of hooks as torch's constructor does: a wrapper of optimizers may have plain dicts, or none."""
+    for when in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_post"):
+        name = f"_optimizer_{when}_hooks"
+        if not isinstance(hooks := getattr(optimizer, name, {}), OrderedDict):  # users' handles refer to the registry
+            setattr(optimizer, name, OrderedDict(hooks))
 
 
 def call_first(handle: torch.utils.hooks.RemovableHandle) -> None:

@@ -8,8 +8,10 @@ from itertools import chain
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.engine import Engine
 from lightning_zero.strategies.lightning_internals import BETWEEN_BATCHES, data_fetcher, is_epoch_ending
 
@@ -98,6 +100,18 @@ def meet_between_batches(
     wrappers.put(loop, "on_advance_end", on_advance_end)
 
 
+def name_as_if_written(trainer: Trainer, saver: Saver, wrappers: Wrappers) -> None:
+    """Let ``ModelCheckpoint`` choose names as if checkpoints that are still being written or removed had been."""
+
+    def file_exists(method: Any, path: Any, trainer: Trainer) -> bool:
+        expected = saver.expects(path)  # the same on every rank
+        return bool(method(path, trainer)) if expected is None else expected
+
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            wrappers.put(callback, "file_exists", file_exists)
+
+
 class WrappedMethod:
     """Wrapper around a method of an object. The method may be Lightning's own or a replacement by the project.
 
@@ -114,6 +128,9 @@ class WrappedMethod:
         return getattr(self._method, name)
 
     def __reduce__(self) -> Any:
+        owner, name = getattr(self._method, "__self__", None), getattr(self._method, "__name__", "")
+        if hasattr(type(owner), name):  # so that a pickled callback can be loaded without this package
+            return getattr, (owner, name)
         return _itself, (self._method,)
 
 

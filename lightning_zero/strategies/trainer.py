@@ -31,7 +31,7 @@ from lightning_zero.engine import (
 )
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.base import BaseStrategy, TrainerOptions, takes_options
-from lightning_zero.strategies.loops import Wrappers, attend, meet_between_batches, take_turns
+from lightning_zero.strategies.loops import Wrappers, attend, meet_between_batches, name_as_if_written, take_turns
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.resuming import DataLoadingState
 from lightning_zero.strategies.signals import Signals
@@ -177,6 +177,8 @@ class TrainerStrategy(BaseStrategy):
         if not self.ranks.is_single or self._restarts is not None:
             self._signals = Signals(trainer, self.ranks, self._restarts)
             meet_between_batches(trainer, self._signals.agree, self._signals.end_epoch, self._wrappers)
+        if self.options.async_save:
+            name_as_if_written(trainer, self._files.saver, self._wrappers)
         if not self.restore_checkpoint_after_setup:
             self.checkpoints.end_loading()
         self._compared.clear()

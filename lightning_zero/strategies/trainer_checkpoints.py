@@ -217,6 +217,7 @@ class TrainerCheckpoints:
 
     def remove(self, path: Any) -> None:
         """Remove a checkpoint atomically, after all checkpoints saved so far have been written."""
+        self._files.saver.expect_no(path)
         if self._strategy.is_global_zero:
             remove = partial(self._strategy.checkpoint_io.remove_checkpoint, path)
             self._files.saver.then(Destination(path).remove if self._files.has_default_io else remove)

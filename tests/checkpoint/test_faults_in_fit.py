@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError, CopyBuffer
 from lightning_zero.io.labels import new_label
@@ -185,6 +186,64 @@ def removed_by_the_callback(folder: Path, is_async: bool) -> None:
 def test_a_folder_that_model_checkpoint_removes_is_renamed_first(run_on, tmp_path, is_async):
     """So no process finds a part of the folder, even if this process is killed at any time."""
     run_on(2, removed_by_the_callback, folder=tmp_path / "c", is_async=is_async)
+
+
+class Logs(Learner):
+    """Logs a number that goes up and down: 3, 1, 4, 2, 0, 3, ..."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("number", float((3 + 3 * self.global_step) % 5), sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+NAMING = {
+    "two in a folder": [
+        {"filename": "{epoch}", "monitor": "number", "mode": "min"},
+        {"filename": "{epoch}", "monitor": "number", "mode": "max"},
+    ],
+    "the best two": [{"filename": "best", "monitor": "number", "mode": "max", "save_top_k": 2, "save_last": True}],
+    "all by epoch": [{"filename": "{epoch}", "monitor": "number", "save_top_k": -1}],
+    "a link to the last": [{"filename": "{step}", "save_last": "link"}],
+}
+
+
+def name_as_under_ddp(folder: Path, form: str) -> None:
+    put_in_place = Destination.put_in_place
+
+    def slowly(destination: Destination) -> None:
+        time.sleep(0.1)  # so that the next step comes before the checkpoint
+        put_in_place(destination)
+
+    def run(strategy: Any, name: str, callbacks: list[dict[str, Any]]) -> Any:
+        into = folder / name
+        saving = [ModelCheckpoint(into, every_n_train_steps=1, **options) for options in callbacks]
+        make_trainer(strategy, callbacks=saving, enable_checkpointing=True).fit(Logs(batches=4))
+        dist.barrier()
+        found = {
+            path.name: torch.load(path, weights_only=False)["global_step"] for path in into.iterdir() if path.is_file()
+        }
+        paths = [
+            (os.path.basename(each.best_model_path), os.path.basename(each.last_model_path), each.best_model_score)
+            for each in saving
+        ]
+        return found if form == "full" else sorted(os.listdir(into)), paths
+
+    for name, callbacks in NAMING.items():
+        expected = run("ddp", f"ddp {name}", callbacks)
+        if form == "sharded":
+            expected = sorted(os.listdir(folder / f"ddp {name}")), expected[1]
+        Destination.put_in_place = slowly  # type: ignore[method-assign]
+        try:
+            found = run(ZeroStrategy(3, checkpoint=form, async_save=True), f"zero {name}", callbacks)
+        finally:
+            Destination.put_in_place = put_in_place  # type: ignore[method-assign]
+        assert found == expected, f"{name}: {found}, under DDP {expected}"
+
+
+@pytest.mark.behaviour("The Trainer", "`ModelCheckpoint` with `async_save` keeps the files that it keeps under DDP")
+@FORMS
+def test_model_checkpoint_chooses_ddps_names_while_checkpoints_are_still_written(run_on, tmp_path, form):
+    run_on(2, name_as_under_ddp, folder=tmp_path / "c", form=form)
 
 
 class Stop(Exception):

@@ -115,6 +115,31 @@ def test_many_small_tensors_are_handled_by_one_call():
     assert not any(tensor.any() for tensor in targets)
 
 
+def test_the_memory_of_a_tensor_within_torch_func_is_found():
+    values, found = torch.ones(2, 3), []
+
+    def look(x):
+        found.append(compat.local_memory(x))
+        return x
+
+    torch.func.vmap(look)(values)
+    torch.func.jvp(look, (values,), (values,))
+    assert [tensor.data_ptr() for tensor in found] == [values.data_ptr()] * 2
+
+
+def test_plain_dicts_of_hooks_become_those_of_torch():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer._optimizer_step_post_hooks = {3: print}
+    del optimizer._optimizer_state_dict_pre_hooks
+    compat.let_hooks_be_registered(optimizer)
+    for register in (optimizer.register_step_post_hook, optimizer.register_state_dict_pre_hook):
+        register(lambda *_: None)
+    assert list(optimizer._optimizer_step_post_hooks)[0] == 3
+    handle.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 def test_foreach_functions_accept_sharded_tensors():
     from torch.utils._foreach_utils import _has_foreach_support
 

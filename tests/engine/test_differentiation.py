@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.functional import linear
 
 import lightning_zero
@@ -326,6 +326,9 @@ def transforms(stage):
         slopes = vmap(grad(lambda x: model.body(x).sum()))(INPUTS)
         loss = jacobian.square().sum() + curvature.square().sum() + slopes.square().sum() + model(INPUTS)
         loss = loss + pull(torch.ones(2, 3))[0].square().sum()
+        outputs, tangents = jvp(net, (INPUTS,), (torch.ones_like(INPUTS),))
+        loss = loss + outputs.sum() + tangents.square().sum()
+        loss = loss + vmap(net)(INPUTS).square().sum() + vmap(jacfwd(net))(INPUTS).sum()
         loss.backward()
         return loss
 
@@ -336,7 +339,7 @@ def transforms(stage):
 
 @pytest.mark.behaviour(
     "The module",
-    "`torch.func`: `jacrev`, `hessian`, `vjp`, `vmap(grad)` of modules with respect to their inputs, in a loss",
+    "`torch.func`: `jacrev`, `jacfwd`, `hessian`, `vjp`, `jvp`, `vmap` with respect to modules' inputs, in a loss",
 )
 @STAGES
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -388,6 +391,28 @@ def per_sample(stage):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_torch_func_gives_per_sample_gradients_of_the_parameters(run_on, world_size, stage):
     run_on(world_size, per_sample, stage=stage)
+
+
+def along_parameters(stage):
+    """The derivative along a direction of the parameters, by forward-mode AD, in the loss."""
+    module, reference, engine, _ = make(stage)
+
+    def run(model):
+        parameters = {name: p for name, p in model.named_parameters() if name != "unused"}
+        direction = {name: torch.ones_like(p) for name, p in parameters.items()}
+        loss, slope = jvp(lambda parameters: functional_call(model, parameters, (INPUTS,)), (parameters,), (direction,))
+        (loss + slope.square()).backward()
+        return slope
+
+    same_in_a_window(run, module, reference, engine)
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "`torch.func.jvp` with respect to parameters")
+@STAGES
+@pytest.mark.parametrize("merges_units", [False, True], ids=["units", "one unit"])
+def test_forward_mode_differentiates_with_respect_to_parameters(run_on, stage, merges_units):
+    run_on.func(2, along_parameters, stage=stage, merges_units=merges_units)
 
 
 def functional(stage):

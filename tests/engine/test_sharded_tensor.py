@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 import lightning_zero
 from lightning_zero.engine import Engine, ShardedTensor
@@ -33,7 +34,7 @@ def make(stage, dtype=None, **options):
     engine = Engine(module, [optimizer], stage=stage, **options)
     for inputs in (torch.ones(2, 7, dtype=dtype), torch.arange(14.0).view(2, 7).to(dtype) / 7):
         for model in (module, reference):
-            model(inputs).square().mean().backward()  # alike on both ranks, so the mean is each rank's gradient
+            model(inputs).square().abs().mean().backward()  # alike on both ranks, so the mean is each rank's gradient
     return module, reference, optimizer, engine
 
 
@@ -111,6 +112,9 @@ READS = {
     "quantisation": lambda p: torch.fake_quantize_per_tensor_affine(p, 0.1, 0, -128, 127),
     "of a scalar": lambda p: [1 - p, 2**p, 1 / (p.abs() + 1)],
     "batched": lambda p: torch.vmap(lambda x: (p * x).sum())(torch.ones(2, *p.shape)),
+    "strided": lambda p: p.as_strided((2, 2), (1, 1), 0),
+    "strided from an offset": lambda p: torch.as_strided(p, (2, 1), (1, 1), 1),
+    "without ones": lambda p: p.detach().squeeze_(),
     "dlpack": lambda p: torch.from_dlpack(p.detach()),
     "with the same noise": lambda p: (torch.manual_seed(3), p + torch.randn_like(p))[1],
 }
@@ -141,12 +145,182 @@ def read_everywhere(stage):
 
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
-    "The module", "70 ways to read a parameter or a gradient, also under `no_grad` and `inference_mode`"
+    "The module", "73 ways to read a parameter or a gradient, also under `no_grad` and `inference_mode`"
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reading_a_parameter_or_a_gradient_gives_ddps_value(run_on, world_size, stage):
     run_on(world_size, read_everywhere, stage=stage)
+
+
+OF_COMPLEX = {
+    "conjugate": lambda p: p.conj(),
+    "square of the magnitude": lambda p: (p * p.conj()).real,
+    "imaginary part": lambda p: p.conj().imag,
+    "minus the imaginary part": lambda p: p.conj().imag * 2 + p.imag,
+    "magnitude": lambda p: p.abs(),
+    "angle": lambda p: p.angle(),
+    "exponential": lambda p: p.exp().real,
+    "sum of squares": lambda p: (p**2).sum().abs(),
+    "root": lambda p: (p + 2).sqrt(),
+    "adjoint": lambda p: (p.mH @ p).real if p.dim() == 2 else p,
+    "with a whole tensor": lambda p: p * torch.full(p.shape, 1 + 2j).conj(),
+    "of real numbers": lambda p: torch.view_as_real(p.conj().resolve_conj()),
+}
+
+
+def read_complex(stage):
+    module, reference, _, engine = make(stage, torch.complex64)
+    for name, read in OF_COMPLEX.items():
+        for ours, theirs in pairs(module, reference):
+            got, expected = read(ours), read(theirs)
+            torch.testing.assert_close(plain(got), plain(expected), **CLOSE, msg=lambda m: f"{name}: {m}")
+            (found,) = torch.autograd.grad(got.abs().sum(), ours)
+            (gradient,) = torch.autograd.grad(expected.abs().sum(), theirs)
+            torch.testing.assert_close(plain(found), gradient, **CLOSE, msg=lambda m: f"gradient of {name}: {m}")
+            got, expected = plain(read(ours.grad)), plain(read(theirs.grad))
+            torch.testing.assert_close(got, expected, **CLOSE, msg=lambda m: f"{name} of the gradient: {m}")
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "Complex parameters outside of their module's forward, and their gradients")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_complex_parameters_have_ddps_values_and_gradients(run_on, world_size, stage):
+    run_on(world_size, read_complex, stage=stage)
+
+
+class Toeplitz(nn.Module):
+    """Multiplies by a matrix with constant diagonals."""
+
+    def __init__(self):
+        super().__init__()
+        self.other, self.diagonals = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return x @ self.diagonals.as_strided((3, 3), (1, 1), 0) + self.other * self.diagonals.as_strided((3,), (1,), 2)
+
+
+def stride_in_forward(stage):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), Toeplitz())
+    reference = copy.deepcopy(module)
+    engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
+    for model in (module, reference):
+        model(torch.ones(2, 3)).square().sum().backward()
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours.grad), theirs.grad, **CLOSE)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_as_strided_in_forward_begins_at_the_parameter(run_on, stage):
+    run_on(2, stride_in_forward, stage=stage)
+
+
+def reset_moments(stage):
+    module, reference, optimizer, engine = make(stage)
+    other = torch.optim.Adam(reference.parameters())
+    other.step()
+    optimizer.step()
+    for ours, theirs in pairs(module, reference):
+        for state, p in ((optimizer.state[ours], ours), (other.state[theirs], theirs)):
+            state["exp_avg"] = torch.zeros_like(p)
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 2
+            state["step"] = torch.tensor(7.0)
+        if world_size() > 1:
+            with pytest.raises(TypeError, match="'more' cannot be set in the optimizer's state of a sharded parameter"):
+                optimizer.state[ours]["more"] = 1
+    other.step()
+    optimizer.step()
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours), theirs.detach(), **CLOSE)
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "`optimizer.state[p]['exp_avg'] = tensor`")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tensors_may_be_set_in_a_parameters_optimizer_state(run_on, world_size, stage):
+    run_on(world_size, reset_moments, stage=stage)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As in pytorch_optimizer: torch's constructor is not called, and hooks are in plain dicts."""
+
+    def __init__(self, optimizer):
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.optimizer, self.defaults = optimizer, optimizer.defaults
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+def wrap_an_optimizer(stage):
+    module, reference, _, engine = make(stage)
+    engine.close()
+    optimizer = Wrapper(torch.optim.SGD(module.parameters(), lr=0.1))
+    engine = Engine(module, [optimizer], stage=stage, whole_parameters=False)
+    for model in (module, reference):
+        model.zero_grad()
+        model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours), theirs.detach(), **CLOSE)
+    engine.close()
+
+
+def test_a_wrapper_that_has_not_called_torchs_constructor_is_hooked(run_on):
+    run_on(2, wrap_an_optimizer, stage=3)
+
+
+class Half(nn.Module):
+    def forward(self, x):
+        return x / 2
+
+    def right_inverse(self, x):
+        return x * 2
+
+
+def parametrize_in_mid_run(stage):
+    module, reference, optimizer, engine = make(stage)
+    for model, steps in ((module, optimizer), (reference, torch.optim.Adam(reference.parameters()))):
+        for turn in range(4):
+            if turn == 1:
+                register_parametrization(model[0], "weight", Half())
+            if turn == 3:
+                remove_parametrizations(model[0], "weight", leave_parametrized=False)
+            model(torch.ones(2, 7) * turn).square().sum().backward()
+            steps.step()
+            steps.zero_grad()
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours), theirs.detach(), **CLOSE)
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "A parametrization that is registered and removed in mid-run")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_weight_may_be_parametrized_in_mid_run(run_on, stage):
+    run_on(2, parametrize_in_mid_run, stage=stage)
+
+
+def change_shapes(stage):
+    module, _, _, engine = make(stage)
+    with torch.no_grad():
+        for change in (lambda p: p.unsqueeze_(0), lambda p: p.t_(), lambda p: p[None].squeeze_(0)):
+            with pytest.raises(
+                RuntimeError, match="would change the shape of a sharded tensor in place: use the operator"
+            ):
+                change(module[0].weight)
+    assert module[0].weight.shape == (5, 7)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_change_of_a_parameters_shape_in_place_is_refused(run_on, stage):
+    run_on(2, change_shapes, stage=stage)
 
 
 WRITES = {
@@ -272,6 +446,127 @@ def test_operators_on_lists_compute_in_the_dtype_of_the_tensors(run_on, world_si
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_to_a_gradient_is_what_the_optimizer_uses(run_on, stage):
     run_on(2, write_to_gradients, stage=stage)
+
+
+class Signs(nn.Linear):
+    """Computes with the signs of its weight, and then puts the weight back. Halves its bias in each forward."""
+
+    def forward(self, x):
+        full, self.kept = self.weight.data, self.bias.data
+        self.weight.data, self.bias.data = full.sign(), self.kept / 2
+        y = super().forward(x)
+        self.weight.data = full
+        return y
+
+
+def keep_and_restore(p, q, copied):
+    kept = p.data
+    p.data = torch.zeros_like(p)
+    seen = p.detach() + 0
+    p.data = kept
+    return seen
+
+
+def keep_twice(p, q, copied):
+    first = p.detach()
+    p.data = p.data + 1
+    second = p.data
+    p.data = first * 3
+    seen = [first + 0, second + 0, p.detach() + 0]
+    p.data = second
+    return [*seen, first + 0]
+
+
+def change_what_was_kept(p, q, copied):
+    kept = p.data
+    p.data.mul_(2)  # seen by both
+    seen = kept + 0
+    p.data = q.detach() * 2
+    kept.zero_()  # seen by neither
+    return [seen, kept + 0]
+
+
+def swap(p, q, copied):
+    p.data, q.data = q.data, p.data
+
+
+def swap_by_a_third(p, q, copied):
+    third = q.data
+    q.data = p.data
+    p.data = third
+    return third + 0
+
+
+def swap_with_a_copy(p, q, copied):
+    p.data, copied.data = copied.data, p.data
+    third = q.data
+    q.data = copied.data
+    copied.data = third
+
+
+def restore_a_copy(p, q, copied):
+    kept = copied.data
+    copied.data = p.data * 2
+    seen = copied + 0
+    copied.data = kept
+    return [seen, kept + 0]
+
+
+def itself(p, q, copied):
+    kept = p.data
+    p.data = p.data
+    p.data.add_(1)
+    return kept + 0
+
+
+REPLACEMENTS = [
+    keep_and_restore,
+    keep_twice,
+    change_what_was_kept,
+    swap,
+    swap_by_a_third,
+    swap_with_a_copy,
+    restore_a_copy,
+    itself,
+]
+
+
+def replace_data(stage, dtype, **options):
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), Signs(5, 3)).to(dtype)
+    for replace in REPLACEMENTS:
+        module, reference = copy.deepcopy(first), copy.deepcopy(first)
+        engine = Engine(module, [optimizer := torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage, **options)
+        results = {}
+        for model, steps in ((module, optimizer), (reference, torch.optim.SGD(reference.parameters(), lr=0.1))):
+            copied = copy.deepcopy(model)
+            for turn in range(2):
+                model(torch.ones(2, 5, dtype=dtype) * (turn + 1)).square().mean().backward()
+                steps.step()
+                steps.zero_grad()
+                with torch.no_grad():
+                    found = replace(model[0].weight, model[2].weight, copied[0].weight)
+                results.setdefault(model, []).append(
+                    plain([[] if found is None else found, [*model.parameters()], copied[0].weight, model[3].kept])
+                )
+        torch.testing.assert_close(
+            results[module], results[reference], **CLOSE, msg=lambda m: f"{replace.__name__}: {m}"
+        )
+        engine.close()
+        for ours, theirs in pairs(module, reference):
+            torch.testing.assert_close(ours, theirs, **CLOSE, msg=lambda m: f"{replace.__name__}, at the end: {m}")
+
+
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.behaviour(
+    "The module",
+    "`p.data = tensor`, after which an earlier `p.data` still has the former values: backups, swaps, copies",
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}], ids=["", "offload"])
+def test_what_a_parameters_data_was_stays_what_it_was_when_data_is_replaced(run_on, world_size, stage, options):
+    run_on(world_size, replace_data, stage=stage, dtype=torch.float32, **options)
 
 
 def low_precision_writes(stage):
@@ -646,7 +941,9 @@ def replace_memory():
     module, reference, _, engine = make(1)
     for tensor in (module[0].weight, module[0].weight.data, module[0].weight.grad):
         with pytest.raises(RuntimeError, match=r"set_\(\).*parameter\.data\.copy_\(values\)"), torch.no_grad():
-            tensor.set_(torch.ones(5, 7))
+            tensor.set_(torch.ones(5, 7), 0, (5, 7))
+        with pytest.raises(ValueError, match=r"data of shape \(5, 7\) cannot be replaced"), torch.no_grad():
+            tensor.set_(torch.ones(7, 5))
     torch.testing.assert_close(plain(module[0].weight), reference[0].weight.detach(), rtol=0, atol=0)
     engine.close()
 

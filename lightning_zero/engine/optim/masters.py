@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine.compat import call_first, running_steps
+from lightning_zero.engine.compat import call_first, let_hooks_be_registered, running_steps
 from lightning_zero.engine.offload import Update, of_no_parameter
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, is_alone
@@ -53,6 +53,7 @@ class Masters:
         self._signature: Any = None
         self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without a master
         self._own_entries: dict[Any, Any] = {}  # before a step, what ``optimizer.state`` has under other keys
+        let_hooks_be_registered(optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -450,7 +449,7 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
             return super().__missing__(key)
         if is_alone(slot.bucket):
             return self[self._states.key_of(slot)]
-        return MappingProxyType(self._states.shown(key))
+        return StateOfParameter(self._states.shown(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
         return self[key] if key in self else default
@@ -507,6 +506,35 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
         reading = reader.get()
         states = self._states.by_parameter(in_parts) if reading is None else reading.states(self._states)
         return defaultdict, (dict,), None, None, iter(states.items())
+
+
+class StateOfParameter(Mapping[str, Any]):
+    """The state of one parameter. Values that user code assigns to its tensors are copied to the shards."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        present = self._entries.get(key)
+        if not isinstance(present, Tensor) or not isinstance(value, Tensor) or value.shape != present.shape:
+            raise TypeError(
+                f"{key!r} cannot be set in the optimizer's state of a sharded parameter, since only a tensor can be "
+                "replaced, by one of the same shape: call optimizer.load_state_dict() to change other entries."
+            )
+        with torch.no_grad():
+            present.copy_(value)
 
 
 def _held_here(entry: Any) -> Any:

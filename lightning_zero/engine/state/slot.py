@@ -18,7 +18,7 @@ from lightning_zero.engine.compat import accumulation_hooks, gradient_hooks, set
 from lightning_zero.engine.offload import Updates
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.identity import exchange, exchange_memory, set_contents
-from lightning_zero.engine.tensor.sharded_tensor import ShardedDTensor, ShardedTensor, View, local_range_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedDTensor, ShardedTensor, View, local_range_of, show
 
 
 class BucketSlot:
@@ -30,6 +30,7 @@ class BucketSlot:
         offset, local_numel: start and length of this rank's range of the flattened share.
         local_range: this rank's range as a slice of the bucket's shard.
         hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
+        read_as_data: tensors that ``data`` has returned in the running forward; None if ``data`` was not used.
     """
 
     def __init__(self, bucket: Bucket, index: int) -> None:
@@ -45,6 +46,7 @@ class BucketSlot:
         self.has_new_hooks = False  # whether gradient hooks were registered in the running forward
         self.take_gradient: Callable[[Tensor], None] | None = None
         self.add_gradient: Callable[[Tensor], None] | None = None
+        self.read_as_data: list[weakref.ref[Tensor]] | None = None
         self._derived: WeakValueDictionary[tuple[str, int], ShardedTensor] = WeakValueDictionary()
         self._remembered: Counter[str] = Counter()
 
@@ -93,6 +95,9 @@ class BucketSlot:
         """Undo ``enter_forward``; changes of ``requires_grad`` and of hooks made in the forward stay."""
         bucket, index = self.bucket, self.index
         self.is_in_forward = False
+        if self.read_as_data is not None:
+            self._take_over_data(parameter, self.read_as_data)
+            self.read_as_data = None
         if isinstance(parameter, View):
             requires_grad = parameter.requires_grad
             exchange_memory(parameter, stand_in)
@@ -108,6 +113,23 @@ class BucketSlot:
             self.has_new_hooks = False
             for tensor in (parameter, stand_in):  # autograd's hooks were exchanged with the contents
                 set_gradient_hooks(tensor, gradient_hooks(tensor))
+
+    @torch.no_grad()
+    def _take_over_data(self, parameter: nn.Parameter, earlier: list[weakref.ref[Tensor]]) -> None:
+        """If a forward has replaced ``parameter.data``, copy the values to the buffer, and make it a view again.
+
+        Args:
+            earlier: tensors that ``data`` has returned. Those over the buffer become copies of the former values.
+        """
+        segment = self.bucket.segment_view(self.index)
+        if parameter.is_set_to(segment):
+            return
+        former = segment.clone() if earlier else segment
+        for reference in earlier:
+            if (each := reference()) is not None and each.is_set_to(segment):
+                each.data = former
+        segment.copy_(parameter)
+        show(parameter, segment)
 
     def remember(self, tensor: ShardedTensor) -> None:
         """Register a tensor derived from the parameter, which becomes an ordinary tensor when the engine is closed."""
@@ -129,6 +151,15 @@ class BucketSlot:
             # a tensor may since have received other contents (see ``set_contents``)
             if isinstance(tensor, ShardedTensor) and tensor.slot is self and tensor.is_leaf
         }
+
+    def detach_aliases(self) -> None:
+        """Make aliases (``p.data``, ``p.detach()``) copies of the present values, before other values replace these."""
+        if aliases := {key: t for key, t in self.derived.items() if t.is_parameter and not self.is_of(t)}:
+            values = self.local_parameter().clone()
+            for key, alias in aliases.items():
+                del self._derived[key]
+                alias.show(values, None)
+                self.remember(alias)
 
     def local_parameter(self) -> Tensor:
         """This rank's range of the parameter, 1-D, in the dtype of the master weights."""

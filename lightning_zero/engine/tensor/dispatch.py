@@ -29,7 +29,7 @@ from lightning_zero.engine.compat import (
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
-from lightning_zero.engine.tensor.wrapper import RecordedView, WrapperTensor
+from lightning_zero.engine.tensor.wrapper import RecordedView, WrapperTensor, replay
 
 aten = torch.ops.aten
 
@@ -44,7 +44,9 @@ def _is_view(func: Any) -> bool:
 def _views(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(args[0], WrapperTensor):
         return NotImplemented
-    if str(func._schema.returns[0].type) == "Tensor":
+    if func is aten.as_strided.default:
+        func = _as_strided
+    if func is _as_strided or str(func._schema.returns[0].type) == "Tensor":
         return RecordedView(args[0], [(func, args[1:], kwargs)])
     if func is aten.unbind.int:  # one view for each row, so a row's view must not unbind all rows again
         dim = args[1] if len(args) > 1 else 0
@@ -55,6 +57,28 @@ def _views(func: Any, args: Any, kwargs: Any) -> Any:
         return lambda value, *rest, **options: func(value, *rest, **options)[position]
 
     return [RecordedView(args[0], [(item(position), args[1:], kwargs)]) for position in range(count)]
+
+
+def _as_strided(value: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+    """``as_strided`` with an offset from the start of ``value``, which may lie in the memory of a bucket."""
+    return torch.as_strided(value, size, stride, value.storage_offset() + (storage_offset or 0))
+
+
+def _conj(func: Any, args: Any, kwargs: Any) -> Any:
+    """Conjugate or negate at once, since kernels that are called from here take lazy results for the original."""
+    return _act(aten.conj_physical.default if func is aten._conj.default else aten.neg.default, args, kwargs)
+
+
+def _change_shape(func: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse to change a shape in place; return the tensor itself if its shape stays."""
+    shape, stride = args[0].shape, args[0].stride()
+    changed = func(torch.empty_strided(shape, stride, device="meta"), *args[1:], **kwargs)
+    if (changed.shape, changed.stride()) == (shape, stride):
+        return args[0]
+    raise RuntimeError(
+        f"{func._schema.name.removeprefix('aten::')}() would change the shape of a sharded tensor in place: use the "
+        "operator without the underscore, which returns a view."
+    )
 
 
 @cache
@@ -77,6 +101,8 @@ def _handler_of(func: Any) -> _Handler | None:
         return _HANDLERS[func]
     if func.namespace == "c10d":
         return None
+    if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
+        return _change_shape
     if torch.Tag.pointwise in func.tags or func in _LOCAL:
         return _act_locally
     if func._schema.name.startswith("aten::_foreach_"):
@@ -337,10 +363,26 @@ def _of_the_shape(func: Any, args: Any, kwargs: Any) -> Any:
     return func(torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape), *args[1:], **kwargs)
 
 
+def _as_if_alone(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator about the sizes of storages, for forward-mode AD: gathered values may lie in a larger one."""
+
+    def on_meta(tensor: Any) -> Any:
+        if isinstance(tensor, RecordedView):
+            return replay(on_meta(tensor._viewed), tensor._view_steps)
+        if not isinstance(tensor, WrapperTensor):
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    return func(*map(on_meta, args), **kwargs)
+
+
 _NEW = "empty_like full_like ones_like zeros_like rand_like randn_like new_empty new_full new_ones new_zeros"
 _HANDLERS: dict[Any, _Handler] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     **dict.fromkeys((aten.detach.default, aten.alias.default), lambda func, args, kwargs: args[0].alias()),
+    **dict.fromkeys((aten._conj.default, aten._neg_view.default), _conj),
+    aten._has_same_storage_numel.default: _as_if_alone,
+    aten._new_zeros_with_same_feature_meta.default: _as_if_alone,
     aten.add_.Tensor: _accumulate,
     aten.copy_.default: _copy,
     aten._to_copy.default: _cast,

@@ -5,12 +5,14 @@ User code sees a tensor of the full shape; ``dispatch`` implements the operators
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.asynchronous import synchronize
@@ -68,17 +70,29 @@ class View(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        values: Tensor = _data.__get__(self)
         if (slot := self.__dict__.get("slot")) is not None:
             slot.bucket.is_data_read = True
-        return _data.__get__(self)
+            if not torch.compiler.is_compiling():
+                slot.read_as_data = [*(slot.read_as_data or ()), weakref.ref(values)]
+        return values
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        check_same_shape(self.slot.name, self, value)
-        if type(value) is Tensor and value.is_set_to(self):
-            return  # nothing is written
-        with torch.no_grad():
-            self.copy_(value)
+        slot = self.slot
+        check_same_shape(slot.name, self, value)
+        if torch.compiler.is_compiling():
+            with torch.no_grad():
+                self.copy_(value)
+            return
+        if _data.__get__(self).is_set_to(slot.bucket.segment_view(slot.index)):
+            increment_version(self)  # a graph may have saved values that ``leave_forward`` will replace
+        slot.read_as_data = slot.read_as_data or []
+        show(self, value.whole() if isinstance(value, WrapperTensor) else value.detach().to(self))
+
+    def as_strided(self, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:  # type: ignore[override]
+        """With an offset from the start of the parameter, not of the buffer."""
+        return super().as_strided(size, stride, self.storage_offset() + (storage_offset or 0))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -285,7 +299,12 @@ class ShardedTensor(WrapperTensor):
                 "or convert a copy of the module, as in copy.deepcopy(module).half()."
             )
         check_same_shape(self.slot.name, self, value)
-        WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        if not self.is_parameter and self.keep is None:  # a copy, which shares memory only with its own aliases
+            self._local = local_range_of(value.detach(), self.slot).to(self.local, copy=True)
+        elif not (isinstance(value, ShardedTensor) and value.slot is self.slot and value.is_parameter):
+            if self.is_parameter:
+                self.slot.detach_aliases()
+            WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
 class ShardedDTensor(ShardedTensor, SlotsOfDTensor):

@@ -104,7 +104,10 @@ class WrapperTensor(torch.Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         return self.whole().detach().clone().__dlpack__(**options)
 
-    def set_(self, *_: Any, **__: Any) -> Any:
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # called by torch's parametrizations
+            self.data = args[0]
+            return self
         raise RuntimeError(
             "set_() replaces a tensor's memory, but a sharded tensor has no memory of its own: write the new values "
             "with parameter.data.copy_(values)."
