@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     try:
         options.run(options)
         return 0
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 
         if options.json and isinstance(error, DamagedCheckpointError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
@@ -174,7 +175,9 @@ def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
         _, kind, key, *_ = reference
         if key not in loaded:
             values = storage(key)
-            flat = torch.frombuffer(values, dtype=torch.uint8) if len(values) else torch.empty(0, device="cpu")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given buffer is not writable")  # nothing is written to tensors
+                flat = torch.frombuffer(values, dtype=torch.uint8) if len(values) else torch.empty(0, device="cpu")
             dtype = getattr(kind, "dtype", torch.uint8)
             wrapped = flat.untyped_storage()
             loaded[key] = torch.storage.TypedStorage(wrap_storage=wrapped, dtype=dtype, _internal=True)

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -731,6 +732,21 @@ def test_an_output_that_cannot_be_written_is_reported_in_one_line(tmp_path, comm
         said = capsys.readouterr().err
         assert said.startswith("lightning-zero checkpoint") and folder in said
         assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_package_of_a_file_system_is_reported_in_one_line(tmp_path, command, capsys):
+    assert run(*COMMANDS[command]("smb://host/a.ckpt", tmp_path / "new")) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("lightning-zero checkpoint") and "smbprotocol" in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reading_warns_of_nothing(tmp_path, form):
+    path = save({"state_dict": {"w": torch.ones(3)}, "other": torch.ones(2)}, tmp_path / "a.ckpt", form)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run("verify", path) == 0
 
 
 class Harmful:
