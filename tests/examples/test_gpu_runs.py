@@ -17,8 +17,8 @@ from parts import Part, run
 
 HANGS = """
 import time
-print("begun")
 try:
+    print("begun")
     time.sleep(100)
 except KeyboardInterrupt:
     print("what it has found")
