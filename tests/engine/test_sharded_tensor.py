@@ -185,7 +185,7 @@ def read_complex(stage):
 
 @pytest.mark.behaviour("The module", "Complex parameters outside of their module's forward, and their gradients")
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_complex_parameters_have_ddps_values_and_gradients(run_on, world_size, stage):
     run_on(world_size, read_complex, stage=stage)
 
@@ -240,7 +240,7 @@ def reset_moments(stage):
 
 @pytest.mark.behaviour("The module", "`optimizer.state[p]['exp_avg'] = tensor`")
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_tensors_may_be_set_in_a_parameters_optimizer_state(run_on, world_size, stage):
     run_on(world_size, reset_moments, stage=stage)
 
@@ -301,7 +301,7 @@ def parametrize_in_mid_run(stage):
 
 
 @pytest.mark.behaviour("The module", "A parametrization that is registered and removed in mid-run")
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_weight_may_be_parametrized_in_mid_run(run_on, stage):
     run_on(2, parametrize_in_mid_run, stage=stage)
 
