@@ -569,6 +569,25 @@ def test_what_a_parameters_data_was_stays_what_it_was_when_data_is_replaced(run_
     run_on(world_size, replace_data, stage=stage, dtype=torch.float32, **options)
 
 
+def give_the_parameters_data(stage):
+    module, reference, optimizer, engine = make(stage)
+    other = torch.optim.Adam(reference.parameters())
+    for model, steps in ((module, optimizer), (reference, other)):
+        steps.step()
+        for p in model.parameters():
+            p.grad.data = p.data
+            steps.state[p]["exp_avg"].data = p.data.clone() if model is reference else p.data
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours.grad), theirs.detach(), **CLOSE)
+        torch.testing.assert_close(plain(optimizer.state[ours]["exp_avg"]), theirs.detach(), **CLOSE)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_or_a_state_may_be_given_the_parameters_data(run_on, stage):
+    run_on(2, give_the_parameters_data, stage=stage)
+
+
 def low_precision_writes(stage):
     module, reference, _, engine = make(stage, dtype=torch.bfloat16)
     with torch.no_grad():

@@ -48,7 +48,7 @@ class Pending:
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of the collective's buffers now, without those that a later step makes (``Levels``)."""
+        """The bytes of the collective's buffers when this is first read; a later step may make others (``Levels``)."""
         storages = (buffer.untyped_storage() for buffer in self._buffers)
         return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
 

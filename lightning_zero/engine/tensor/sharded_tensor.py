@@ -74,7 +74,8 @@ class View(nn.Parameter):
         if (slot := self.__dict__.get("slot")) is not None:
             slot.bucket.is_data_read = True
             if not torch.compiler.is_compiling():
-                slot.read_as_data = [*(slot.read_as_data or ()), weakref.ref(values)]
+                slot.read_as_data = slot.read_as_data or []
+                slot.read_as_data.append(weakref.ref(values))
         return values
 
     @data.setter
@@ -299,12 +300,14 @@ class ShardedTensor(WrapperTensor):
                 "or convert a copy of the module, as in copy.deepcopy(module).half()."
             )
         check_same_shape(self.slot.name, self, value)
-        if not self.is_parameter and self.keep is None:  # a copy, which shares memory only with its own aliases
+        if self.is_parameter:
+            if isinstance(value, ShardedTensor) and value.slot is self.slot and value.is_parameter:
+                return  # an alias
+            self.slot.detach_aliases()
+        elif self.keep is None:  # a copy, which shares memory only with its own aliases
             self._local = local_range_of(value.detach(), self.slot).to(self.local, copy=True)
-        elif not (isinstance(value, ShardedTensor) and value.slot is self.slot and value.is_parameter):
-            if self.is_parameter:
-                self.slot.detach_aliases()
-            WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            return
+        WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
 class ShardedDTensor(ShardedTensor, SlotsOfDTensor):
