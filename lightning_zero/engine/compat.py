@@ -119,6 +119,25 @@ def let_foreach_take(cls: type) -> None:
     _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]
 
 
+def ask_before_set_data(check: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Call ``check(tensor, value)`` before ``tensor.data = value`` if one of both is a subclass that dispatches.
+
+    The setter of an ordinary tensor takes a wrapper's memory, a null pointer, and asks no Python code; the next read
+    ends the process. It does ask an operator, and ``PythonTLSSnapshot`` is the first key of such subclasses only.
+    """
+    key = torch._C.DispatchKey.PythonTLSSnapshot
+
+    def ask(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+        check(tensor, value)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return torch._has_compatible_shallow_copy_type(tensor, value)
+
+    _operators.impl("_has_compatible_shallow_copy_type", ask, key.name)
+
+
+_operators = torch.library.Library("aten", "IMPL")
+
+
 def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The indices and values of a sparse tensor, which need not be coalesced, as a gradient is."""
     return tensor._indices(), tensor._values()

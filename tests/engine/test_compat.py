@@ -39,6 +39,18 @@ def test_code_can_tell_whether_it_runs_in_a_backward_pass():
     assert in_a_backward(compat.current_graph_task) >= 0
 
 
+def test_a_check_runs_before_a_wrappers_memory_becomes_that_of_an_ordinary_tensor():
+    """Without it, the next read of the ordinary tensor would end the process."""
+    wrapper = compat.make_wrapper(ShardedTensor, (2,), dtype=torch.float32, device="cpu")
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(RuntimeError, match="no memory of its own"):
+            torch.ones(2).data = wrapper
+    with compat.FakeTensorMode():  # another subclass that dispatches
+        fake = torch.ones(2)
+        fake.data = torch.ones(3)
+        assert fake.shape == (3,)
+
+
 def test_a_function_is_called_at_the_end_of_a_backward_pass():
     order = []
     tensor = torch.ones(2, requires_grad=True)

@@ -519,6 +519,14 @@ def itself(p, q, copied):
     return kept + 0
 
 
+def replace_a_views_data(p, q, copied):
+    row, column = p[0], q[:, 1]
+    row.data = torch.full_like(row, 7)
+    column.data = p[1]
+    row.add_(1), column.mul_(2)  # the parameter's second row changes, nothing else
+    return [row + 0, column + 0]
+
+
 REPLACEMENTS = [
     keep_and_restore,
     keep_twice,
@@ -528,6 +536,7 @@ REPLACEMENTS = [
     swap_with_a_copy,
     restore_a_copy,
     itself,
+    replace_a_views_data,
 ]
 
 
@@ -586,6 +595,29 @@ def give_the_parameters_data(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_gradient_or_a_state_may_be_given_the_parameters_data(run_on, stage):
     run_on(2, give_the_parameters_data, stage=stage)
+
+
+def share_memory_with_an_ordinary_tensor(stage):
+    module, _, _, engine = make(stage)
+    ours, ordinary = module[0].weight, nn.Parameter(torch.ones(5, 7))
+    for tensor in (ordinary, torch.zeros(5, 7), plain(ours)):
+        before = tensor.detach().clone()
+        for value in (ours, ours.data, ours[:], ours.grad):
+            with pytest.raises(RuntimeError, match=r"shape \(5, 7\).*write tensor\.data\.copy_\(value\)"):
+                tensor.data = value
+        assert torch.equal(tensor, before)
+        tensor.data = 0.25 * ours.data + 0.75 * tensor.data  # a target network that no engine shards
+        assert torch.equal(tensor, 0.25 * plain(ours) + 0.75 * before)
+        tensor.data.copy_(ours)
+        assert torch.equal(tensor, plain(ours))
+    engine.close()
+    ordinary.data = module[0].weight.data
+    assert torch.equal(ordinary, module[0].weight)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_ordinary_tensors_data_cannot_be_a_sharded_tensor(run_on, stage):
+    run_on(2, share_memory_with_an_ordinary_tensor, stage=stage)
 
 
 def low_precision_writes(stage):

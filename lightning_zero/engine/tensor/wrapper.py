@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.compat import disabled_torch_function, make_wrapper
+from lightning_zero.engine.compat import ask_before_set_data, disabled_torch_function, make_wrapper
 from lightning_zero.engine.tensor.identity import with_attributes
 
 
@@ -160,6 +160,17 @@ class NoMemory(torch.UntypedStorage):
     __getitem__ = __setitem__ = __reduce_ex__ = _to = _share_fd_cpu_ = _share_filename_cpu_ = _write_file = refuse
 
 
+def _refuse_null_memory(tensor: Tensor, value: Tensor) -> None:
+    if isinstance(value, WrapperTensor) and not isinstance(tensor, WrapperTensor):
+        raise RuntimeError(
+            f"tensor.data = value: the value, of shape {tuple(value.shape)}, is a sharded tensor, which has no memory "
+            "of its own that an ordinary tensor could share: write tensor.data.copy_(value)."
+        )
+
+
+ask_before_set_data(_refuse_null_memory)
+
+
 class RecordedView(WrapperTensor):
     """A recorded view of a sharded or lazy tensor: reads and writes go to the viewed tensor.
 
@@ -196,6 +207,16 @@ class RecordedView(WrapperTensor):
 
     def alias(self) -> Tensor:
         return RecordedView(self, [])
+
+    @WrapperTensor.data.setter  # type: ignore[attr-defined]
+    def data(self, value: Tensor) -> None:
+        if (value.shape, value.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f".data of a sharded tensor's view, {self.dtype} of shape {tuple(self.shape)}, cannot be replaced by "
+                f"{value.dtype} of shape {tuple(value.shape)}: replace the .data of a clone instead."
+            )
+        other = RecordedView(value, [])
+        self._viewed, self._view_steps = other._viewed, other._view_steps
 
     def write_whole(self, value: Tensor) -> None:
         base = self._viewed
