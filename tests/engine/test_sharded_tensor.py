@@ -578,6 +578,42 @@ def test_what_a_parameters_data_was_stays_what_it_was_when_data_is_replaced(run_
     run_on(world_size, replace_data, stage=stage, dtype=torch.float32, **options)
 
 
+class Clipped(nn.Linear):
+    """Replaces its weight by a clipped one in each forward, for good."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clamp(-0.2, 0.2)
+        return super().forward(x)
+
+
+def several_forwards_replace_data(stage):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Signs(5, 5), Clipped(5, 3))
+    del module[2].bias  # halved for good in each forward, which autograd would refuse here
+    module[2].bias = torch.zeros(5)
+    reference = copy.deepcopy(module)
+    engine = Engine(module, [optimizer := torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
+    for model, steps in ((module, optimizer), (reference, torch.optim.SGD(reference.parameters(), lr=0.1))):
+        for turn in range(3):
+            kept = model[3].weight.data, model[2].weight.data
+            first = [each + 0 for each in plain([*kept])]
+            losses = [model[:3](torch.ones(2, 5) * (turn + time)).square().mean() for time in (1, 2)]
+            with torch.no_grad():
+                model(torch.ones(2, 5))
+            sum(losses).backward()
+            torch.testing.assert_close(plain([*kept]), first)
+            steps.step()
+            steps.zero_grad()
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours), theirs.detach(), **CLOSE)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_forwards_that_replace_data_may_come_before_the_backward_of_another(run_on, stage):
+    run_on(2, several_forwards_replace_data, stage=stage)
+
+
 def give_the_parameters_data(stage):
     module, reference, optimizer, engine = make(stage)
     other = torch.optim.Adam(reference.parameters())

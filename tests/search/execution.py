@@ -22,6 +22,7 @@ from tests.search.programs import (
     ChangeState,
     Check,
     Clip,
+    Data,
     Differentiate,
     Evaluate,
     Fail,
@@ -98,6 +99,8 @@ class Execution:
         self.engines: list[Any] = []
         self.parts = net.parts()  # the modules that the engines have
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradients that the program keeps: (ours, the reference's)
+        self.datas: dict[int, tuple[Tensor, Tensor]] = {}  # the same of what parameters' ``data`` was
+        self.signs: dict[int, list[Any]] = {}  # handles of hooks that let modules compute with weights' signs
         self.saved: Any = None
         self.where = "at the start"
 
@@ -263,6 +266,8 @@ class Execution:
                 self._same_part(parameter.grad, gradients[rank()], f"the gradient of parameter {index}")
         for index, (ours, theirs) in self.kept.items():
             self._same_part(ours, theirs, f"a kept gradient of parameter {index}")
+        for index, (ours, theirs) in self.datas.items():
+            self._same_part(ours, theirs, f"what was the data of parameter {index}")
         if self.setup.shard_within is not None:
             self._compare_parts()
 
@@ -553,8 +558,8 @@ class Execution:
             parameters[op.parameter % len(parameters)].requires_grad_(op.requires_grad)
 
     def _write(self, op: Write, index: int) -> None:
-        if op.how == "forward":
-            self._write_in_forward(op.parameter % len(self.parameters), index)
+        if op.how.endswith("forward"):
+            self._write_in_forward(op.parameter % len(self.parameters), index, op.how)
             return
         for parameters in (self.parameters, self.reference.parameters):
             parameter = parameters[op.parameter % len(parameters)]
@@ -570,16 +575,71 @@ class Execution:
                     case "element":
                         parameter[0 if parameter.dim() else ()] = 0.25
 
-    def _write_in_forward(self, number: int, index: int) -> None:
+    @torch.no_grad()
+    def _data(self, op: Data, index: int) -> None:
+        number = op.parameter % len(self.parameters)
+        parameter, expected = self.parameters[number], self.reference.parameters[number]
+        other = next((i for i, p in enumerate(self.parameters) if i != number and p.shape == parameter.shape), number)
+        match op.how:
+            case "keep":
+                self.datas[number] = parameter.data, expected.data
+            case "put back" if number in self.datas:
+                parameter.data, expected.data = self.datas[number][0], self.datas[number][1].clone()
+            case "scale" if number in self.datas:
+                for kept in self.datas[number]:
+                    kept.mul_(0.5)
+            case "replace":
+                parameter.data, expected.data = parameter.data * 0.5, expected.data * 0.5
+            case "swap":
+                ours, theirs = self.parameters[other], self.reference.parameters[other]
+                parameter.data, ours.data = ours.data, parameter.data
+                expected.data, theirs.data = (
+                    theirs.data.clone(),
+                    expected.data.clone(),
+                )  # see docs/explanation/limits.md
+            case "forward":
+                self._sign_in_forward(number)
+
+    def _sign_in_forward(self, number: int) -> None:
+        if number in self.signs:
+            for handle in self.signs.pop(number):
+                handle.remove()
+            return
+        self.signs[number] = []
+        for net, parameters in ((self.net, self.parameters), (self.reference.net, self.reference.parameters)):
+            holder, name = self._holder(net, parameters[number])
+            values: list[Tensor] = []
+
+            def take(module: nn.Module, _: Any, name: str = name, values: list[Tensor] = values) -> None:
+                parameter = getattr(module, name)
+                values.append(parameter.data)
+                parameter.data = parameter.data.sign()
+
+            def put_back(module: nn.Module, *_: Any, name: str = name, values: list[Tensor] = values) -> None:
+                getattr(module, name).data = values.pop()
+
+            self.signs[number] += [
+                holder.register_forward_pre_hook(take),
+                holder.register_forward_hook(put_back, prepend=True, always_call=True),
+            ]
+
+    @staticmethod
+    def _holder(net: nn.Module, parameter: nn.Parameter) -> tuple[nn.Module, str]:
+        """A module that has a parameter, and the parameter's name there."""
+        return next((m, n) for m in net.modules() for n, p in m._parameters.items() if p is parameter)
+
+    def _write_in_forward(self, number: int, index: int, how: str) -> None:
         outputs = []
         for net, parameters in ((self.net, self.parameters), (self.reference.net, self.reference.parameters)):
-            holder, name = next(
-                (m, n) for m in net.modules() for n, p in m._parameters.items() if p is parameters[number]
-            )
+            holder, name = self._holder(net, parameters[number])
 
             def write(module: nn.Module, _: Any, name: str = name) -> None:
+                parameter = getattr(module, name)
                 with torch.no_grad():
-                    getattr(module, name).mul_(0.5)
+                    if how == "data in forward":
+                        parameter.data = parameter.data * 0.5
+                    else:
+                        parameter.mul_(0.5)
 
             handle = holder.register_forward_pre_hook(write)
             with torch.no_grad():
@@ -778,6 +838,7 @@ class Execution:
     def _newengine(self, op: NewEngine, index: int) -> None:
         self._zerograd(ZeroGrad(None), index)
         self.kept.clear()
+        self.datas.clear()
         stage = 3 if self.setup.shard_within else op.stage
         self.renew(replace(self.setup, stage=stage, units=op.units, offload=op.offload))
 

@@ -186,7 +186,21 @@ class Require(Op):
 
 @dataclass(frozen=True)
 class Write(Op):
-    """Write a weight: "copy", "data", "scale", "element", or "forward" (in a forward pass of its module)."""
+    """Write a weight: "copy", "data", "scale", "element"; in a forward pass of its module "forward", "data in forward"."""
+
+    parameter: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Data(Op):
+    """Something done with ``parameter.data`` itself, not its values.
+
+    Attributes:
+        how: "keep" it, "put back" or "scale" the kept one, "replace" it with values computed from it, "swap" it with
+            another parameter's, or in each forward pass of its module from now on, or no longer, compute with other
+            values and put it back ("forward").
+    """
 
     parameter: int
     how: str
@@ -295,6 +309,8 @@ class Program:
         ops = "".join(f"\n        {shown(op)}," for op in self.ops)
         return f"Program(\n    {shown(self.setup)},\n    ({ops}\n    ),\n)"
 
+
+WRITES = ("copy", "data", "scale", "element", "forward", "data in forward")
 
 GRADIENT_ACTIONS = (
     ("drop", "clone", "plain", "twice", "scale", "zero", "other", "keep", "put back", "read", "detached")
@@ -406,7 +422,8 @@ def _ops(setup: Setup) -> st.SearchStrategy[Op]:
     rare = st.one_of(
         st.builds(Clip, st.sampled_from(("norm", "inf", "value")), st.one_of(st.none(), optimizer)),
         st.builds(Require, _parameter, st.booleans()),
-        st.builds(Write, _parameter, st.sampled_from(("copy", "data", "scale", "element", "forward"))),
+        st.builds(Write, _parameter, st.sampled_from(WRITES)),
+        st.builds(Data, _parameter, st.sampled_from(("keep", "put back", "scale", "replace", "swap", "forward"))),
         st.builds(Evaluate, st.integers(0, BLOCKS - 1)),
         st.builds(Uneven, st.tuples(*[st.integers(0, 2)] * setup.ranks)),
         st.builds(

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.comm.tensor_parallel import Placed, is_dtensor
@@ -31,13 +32,14 @@ class BucketSlot:
         local_range: this rank's range as a slice of the bucket's shard.
         hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
         read_as_data: tensors that ``data`` has returned in the running forward; None if ``data`` was not used.
+        puts_data_back: whether the last forward that replaced the parameter's ``data`` also put it back.
     """
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         segment = bucket.layout.segments[index]
         self.bucket, self.index = bucket, index
         self.name, self.share, self.shape = segment.name, segment.share, segment.share.shape
-        self.dtype, self.device = bucket.dtype, bucket.full.device
+        self.dtype = bucket.dtype
         self.placed = Placed(self.share)
         self.find_range()
         self.hooks_after_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()
@@ -47,6 +49,7 @@ class BucketSlot:
         self.take_gradient: Callable[[Tensor], None] | None = None
         self.add_gradient: Callable[[Tensor], None] | None = None
         self.read_as_data: list[weakref.ref[Tensor]] | None = None
+        self.puts_data_back = False
         self._derived: WeakValueDictionary[tuple[str, int], ShardedTensor] = WeakValueDictionary()
         self._remembered: Counter[str] = Counter()
 
@@ -57,6 +60,10 @@ class BucketSlot:
         self.offset, self.local_numel = start - layout.segments[index].start, stop - start
         low, _ = layout.own_range
         self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.bucket.full.device
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -128,7 +135,12 @@ class BucketSlot:
         for reference in earlier:
             if (each := reference()) is not None and each.is_set_to(segment):
                 each.data = former
+        self.detach_aliases()  # this takes over former writes to the buffer, as if none were to come
         segment.copy_(parameter)
+        self.bucket.is_data_read = True
+        if self.puts_data_back:  # otherwise, the version was incremented before any use of the new values
+            increment_version(parameter)
+            self.puts_data_back = False
         show(parameter, segment)
 
     def remember(self, tensor: ShardedTensor) -> None:
@@ -288,7 +300,7 @@ class OwnedSlot(BucketSlot):
     def __init__(self, slot: BucketSlot, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         self._owner = slot.bucket.layout.owner(slot.index)
         is_here = self._owner == slot.bucket.layout.rank
-        self.bucket, self.index, self.device = slot.bucket, slot.index, slot.device
+        self.bucket, self.index = slot.bucket, slot.index
         self.name, self.shape, self.dtype, self.share = name, shape, dtype, slot.share.of_another(shape)
         self.offset, self.local_numel = 0, shape.numel() if is_here else 0
         self._derived, self._remembered = WeakValueDictionary(), Counter()

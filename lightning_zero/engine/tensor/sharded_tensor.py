@@ -86,10 +86,14 @@ class View(nn.Parameter):
             with torch.no_grad():
                 self.copy_(value)
             return
-        if _data.__get__(self).is_set_to(slot.bucket.segment_view(slot.index)):
+        value = value.whole() if isinstance(value, WrapperTensor) else value.detach().to(self)
+        segment = slot.bucket.segment_view(slot.index)
+        if value.is_set_to(segment):
+            slot.puts_data_back = True
+        elif not slot.puts_data_back and _data.__get__(self).is_set_to(segment):
             increment_version(self)  # a graph may have saved values that ``leave_forward`` will replace
         slot.read_as_data = slot.read_as_data or []
-        show(self, value.whole() if isinstance(value, WrapperTensor) else value.detach().to(self))
+        show(self, value)
 
     def as_strided(self, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:  # type: ignore[override]
         """With an offset from the start of the parameter, not of the buffer."""
