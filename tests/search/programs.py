@@ -186,7 +186,7 @@ class Require(Op):
 
 @dataclass(frozen=True)
 class Write(Op):
-    """Write a weight: "copy", "data", "scale", "element"; in a forward pass of its module "forward", "data in forward"."""
+    """Write a weight in one of the ways of ``WRITES``: "forward" is in a forward pass of its module."""
 
     parameter: int
     how: str
