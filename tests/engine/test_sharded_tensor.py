@@ -609,6 +609,38 @@ def several_forwards_replace_data(stage):
     engine.close()
 
 
+class SignsOfConvolution(nn.Conv1d):
+    """Autograd saves this weight itself, not a transposition, so that backward uses what ``data`` is by then."""
+
+    def forward(self, x):
+        full = self.weight.data
+        self.weight.data = full.sign()
+        y = super().forward(x)
+        self.weight.data = full * 1.5 if self.in_channels == 3 else full
+        return y
+
+
+def backward_uses_what_data_is(stage):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv1d(3, 2, 2), SignsOfConvolution(2, 3, 2), nn.Tanh(), SignsOfConvolution(3, 3, 2))
+    reference = copy.deepcopy(module)
+    engine = Engine(module, [optimizer := torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
+    for _ in range(3):
+        for model, steps in ((module, optimizer), (reference, torch.optim.SGD(reference.parameters(), lr=0.1))):
+            model.zero_grad()
+            model(torch.ones(2, 3, 8)).square().mean().backward()
+            steps.step()
+        for ours, theirs in pairs(module, reference):
+            torch.testing.assert_close(plain(ours.grad), theirs.grad, **CLOSE)
+            torch.testing.assert_close(plain(ours), theirs.detach(), **CLOSE)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_uses_what_a_weights_data_is_by_then(run_on, stage):
+    run_on(2, backward_uses_what_data_is, stage=stage)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_forwards_that_replace_data_may_come_before_the_backward_of_another(run_on, stage):
     run_on(2, several_forwards_replace_data, stage=stage)

@@ -22,6 +22,7 @@ from lightning_zero.engine.compat import (
     untraced,
 )
 from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.slot import slot_of
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 
@@ -54,6 +55,10 @@ class SavedTensors:
                 bucket = bucket_of.get(address_of(tensor.untyped_storage()))
             else:
                 bucket = showing(tensor)
+                if bucket is None and (slot := slot_of(tensor)) is not None and slot.read_as_data:
+                    # its module has replaced ``data``; without hooks, backward uses what a parameter's data is by then
+                    bucket, tensor = slot.bucket, tensor.detach()
+                    tensor.data = bucket.segment_view(slot.index)
             if bucket is None and outer is not None:
                 return outer[0](tensor)
             return tuple.__new__(
