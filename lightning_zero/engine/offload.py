@@ -253,6 +253,14 @@ def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, N
     return run
 
 
+@torch.no_grad()
+def take_over_data(parameter: Tensor, values: Tensor) -> None:
+    """If user code has replaced ``parameter.data``, which was ``values``, copy the new values there and put it back."""
+    if not parameter.is_set_to(values):
+        values.copy_(parameter)
+        parameter.data = values
+
+
 def of_no_parameter(states: Mapping[Any, Any]) -> dict[Any, Any]:
     """The entries of ``optimizer.state`` that belong to no parameter, such as the step count of a whole optimizer."""
     # ``dict`` first, since background updates may add parameters' states meanwhile
@@ -327,6 +335,8 @@ class Update(NamedTuple):
             "state": defaultdict(dict, {**own, **{p: state for p, state in zip(parameters, states) if state}}),
         }
         self.unhooked.step(alone)  # not the instance's ``step``, which schedulers replace
+        for parameter, each in zip(parameters, values):
+            take_over_data(parameter, each)
         after = [alone.state[parameter] for parameter in parameters]
         for each, before in zip(after, states):
             if before:

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 import lightning_zero
 from lightning_zero.engine import Engine, ShardedTensor
+from lightning_zero.engine.tensor.sharded_tree import whole
 from tests.support import rank
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -319,6 +320,74 @@ def test_a_gradient_is_accumulated_in_the_copy_that_it_belongs_to(run_on, world_
     run_on(world_size, accumulate_in_a_copy, stage=stage)
 
 
+def write_each_ranks_own(stage, dtype):
+    """Local steps (Reptile), Fisher information, perturbed copies: what ranks write to copies may differ."""
+    module, reference, optimizer, engine = make(stage, nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).to(dtype))
+    inputs = (INPUTS * (1 + rank())).to(dtype)
+    results = []
+    for model in (module, reference):
+        copied = copy.deepcopy(model)
+        local = torch.optim.SGD(copied.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            local.zero_grad()
+            copied(inputs).square().mean().backward()
+            local.step()
+        again = copy.deepcopy(copied)
+        fisher = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for values, gradient in zip(
+            fisher.values(), torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
+        ):
+            values += gradient**2
+            values.mul_(0.5)
+        weight = model[0].weight
+        kept = weight.detach().clone()
+        alias = kept.detach()
+        kept[rank()] = 1
+        kept.add_(weight)
+        noise = copy.deepcopy(weight)
+        noise.data = torch.full((5, 7), float(rank()), dtype=dtype)
+        other = copy.deepcopy(weight)
+        other.data = noise.detach().clone()
+        with torch.no_grad():
+            noise.lerp_(weight, 0.25)
+            nn.init.normal_(drawn := weight.clone(), generator=torch.Generator().manual_seed(rank()))
+            average = copy.deepcopy(copied)
+            average.load_state_dict(model.state_dict())
+            for mean, own in zip(average.parameters(), copied.parameters()):
+                mean.lerp_(own, 0.5)
+            far = torch._foreach_sub(list(model.parameters()), list(copied.parameters()))
+            means = copy.deepcopy(list(model.parameters()))
+            torch._foreach_lerp_(means, list(copied.parameters()), 0.5)
+        output = copied(inputs)
+        found = [
+            *copied.parameters(),
+            *again.parameters(),
+            *fisher.values(),
+            *far,
+            *means,
+            kept,
+            alias,
+            noise,
+            other,
+            drawn,
+            output,
+        ]
+        results.append(
+            [whole(each).detach() for each in (*found, *average.parameters(), kept.norm(), kept * 2, alias - weight)]
+        )
+    torch.testing.assert_close(*results)
+    for ours, theirs in zip(module.parameters(), reference.parameters()):
+        same(ours, theirs)
+    engine.close()
+
+
+@STAGES
+@WORLDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_rank_may_write_its_own_values_to_copies(run_on, world_size, stage, dtype):
+    run_on(world_size, write_each_ranks_own, stage=stage, dtype=dtype)
+
+
 def kept_after_the_end(stage):
     module, reference, optimizer, engine = make(stage)
     start = copy.deepcopy(reference)
@@ -484,6 +553,10 @@ def test_a_module_may_be_sharded_repeatedly(run_on, world_size, stage):
     run_on(world_size, fitted_twice, stage=stage)
 
 
+def plain(tensor):
+    return tensor.whole().detach().clone()
+
+
 def copies_of_different_origins():
     """Rank 0 has made more copies of a parameter than the others: copies are not confused between ranks."""
     module, _, _, engine = make(3)
@@ -504,10 +577,6 @@ def copies_of_different_origins():
                 kept.sum()
         else:
             same(kept, value)
-
-
-def plain(tensor):
-    return tensor.whole().detach().clone()
 
 
 def test_copies_are_never_mixed_up_when_ranks_have_made_different_numbers_of_them(run_on):

@@ -116,6 +116,7 @@ READS = {
     "strided from an offset": lambda p: torch.as_strided(p, (2, 1), (1, 1), 1),
     "without ones": lambda p: p.detach().squeeze_(),
     "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "two to the power": lambda p: torch._foreach_pow(2.0, [p, p.detach()]),
     "with the same noise": lambda p: (torch.manual_seed(3), p + torch.randn_like(p))[1],
 }
 
@@ -145,7 +146,7 @@ def read_everywhere(stage):
 
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
-    "The module", "73 ways to read a parameter or a gradient, also under `no_grad` and `inference_mode`"
+    "The module", "74 ways to read a parameter or a gradient, also under `no_grad` and `inference_mode`"
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -349,6 +350,11 @@ WRITES = {
     "bounded rows": lambda p: p.renorm_(2, 0, 0.1) if p.dim() == 2 else p,
     "a vector": lambda p: torch.nn.utils.vector_to_parameters(torch.arange(float(p.numel())).to(p.dtype), [p]),
     "foreach average": lambda p: torch._foreach_lerp_([p], [torch.zeros_like(p)], 0.5),
+    "a function": lambda p: p.data.apply_(lambda x: 2 * x + 1),
+    "a function of two": lambda p: p.data.map_(p.detach() * 3, lambda x, y: x + y),
+    "a function of three": lambda p: p.data.map2_(
+        p.detach(), torch.ones(p.shape, dtype=p.dtype), lambda x, y, z: x - 3 * y + z
+    ),
     "foreach copy": lambda p: torch._foreach_copy_([p], [torch.ones(p.shape)]),
 }
 
@@ -373,7 +379,7 @@ def write_everywhere(stage):
 
 
 @pytest.mark.exhaustive(but=1)
-@pytest.mark.behaviour("The module", "26 ways to write to a parameter")
+@pytest.mark.behaviour("The module", "29 ways to write to a parameter")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_to_a_parameter_is_seen_by_forward_and_by_the_optimizer(run_on, world_size, stage):

@@ -278,6 +278,39 @@ def test_all_state_of_an_optimizer_may_be_replaced_as_in_plain_torch(run_on, siz
     run_on(size, replace_all_state, filled=filled, offload=offload)
 
 
+def reset_by_hand(in_one_loop: bool, **options: Any) -> None:
+    """Adam begins anew, as in continual learning; sizes at which several parameters share a master."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+    reference = copy.deepcopy(module)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (module, reference)]
+    engine = Engine(module, optimizers[:1], stage=2, **options)
+    for each, optimizer in zip((module, reference), optimizers):
+        for turn in range(4):
+            optimizer.zero_grad()
+            each(torch.linspace(0, 1 + turn, 64).view(2, 32)).square().mean().backward()
+            optimizer.step()
+            if turn != 1:
+                continue
+            states = [optimizer.state[p] for p in each.parameters()]
+            with torch.no_grad():
+                for names in [("step", "exp_avg", "exp_avg_sq")] if in_one_loop else [("step",), ("exp_avg",)]:
+                    for state in states:
+                        for name in names:
+                            state[name].zero_()
+    for ours, theirs in zip(module.parameters(), reference.parameters()):
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(*(whole(o.state[p][name]) for o, p in zip(optimizers, (ours, theirs))))
+        torch.testing.assert_close(whole(ours).detach(), theirs.detach())
+    engine.close()
+
+
+@pytest.mark.parametrize("in_one_loop", [True, False])
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}], ids=["", "offload"])
+def test_states_may_be_reset_in_place_one_after_another(run_on, in_one_loop, options):
+    run_on(2, reset_by_hand, in_one_loop=in_one_loop, **options)
+
+
 def load_a_wider_state(optimizer: Any, stage: int) -> None:
     """Continue in fp32 from an optimizer's state of a float64 run, in plain torch and with the engine."""
 

@@ -21,7 +21,7 @@ from lightning_zero import OffloadConfig, ZeroStrategy
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.engine import Engine
 from lightning_zero.engine.compat import without_hooks
-from lightning_zero.engine.tensor.sharded_tree import walk
+from lightning_zero.engine.tensor.sharded_tree import walk, whole
 from tests.support.models import OddModel, Square, adam
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import Recipe, batch, same_runs, same_values, train_ddp, train_zero
@@ -221,6 +221,57 @@ def unasked(model: nn.Module) -> Optimizer:
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_an_optimizer_that_ignores_its_closure_trains_as_under_ddp(run_on, stage, offload):
     run_on(2, train_both, stage=stage, optimizer=unasked, whole_parameters=False, offload=offload)
+
+
+class Replacing(Optimizer):
+    """Assigns ``data`` instead of writing in place, and clears gradients itself, as some projects' optimizers do."""
+
+    def __init__(self, params: Any, lr: float, clears: str = "") -> None:
+        super().__init__(params, {"lr": lr})
+        self.clears = clears
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.data = p.data - group["lr"] * p.grad.data
+                if self.clears == "each":
+                    p.grad = None
+                elif self.clears == "halves":
+                    p.grad = p.grad / 2
+        if self.clears == "all":
+            self.zero_grad()
+
+
+def replace_and_clear(clears: str, stage: int, **options: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 1, bias=False))
+    reference = copy.deepcopy(model)
+    optimizers = [Replacing(each.parameters(), 0.1, clears) for each in (model, reference)]
+    engine = Engine(model, optimizers[:1], stage=stage, **options)
+    for turn in range(3):
+        for each, optimizer in zip((model, reference), optimizers):
+            each(torch.full((2, 7), 1.0 + turn)).square().sum().backward()  # adds to gradients that are left
+            optimizer.step()
+        for ours, theirs in zip(model.parameters(), reference.parameters()):
+            assert (ours.grad is None) == (theirs.grad is None)
+            torch.testing.assert_close(whole(ours).detach(), theirs.detach())
+            if theirs.grad is not None:
+                torch.testing.assert_close(whole(ours.grad), theirs.grad)
+    engine.close()
+
+
+@pytest.mark.behaviour("The numbers", "An optimizer's `step` that assigns `p.data`, or drops or replaces `p.grad`")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("clears", ["", "each", "all", "halves"])
+@pytest.mark.parametrize("whole_parameters", [False, True])
+def test_a_step_may_replace_data_and_gradients(run_on, stage, clears, whole_parameters):
+    run_on(2, replace_and_clear, stage=stage, clears=clears, whole_parameters=whole_parameters)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_of_offloaded_states_may_replace_data(run_on, stage):
+    run_on(2, replace_and_clear, stage=stage, clears="", whole_parameters=False, offload="cpu")
 
 
 class LearnerWithLBFGS(Learner):

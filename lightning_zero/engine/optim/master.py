@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.config import LOW_PRECISION
+from lightning_zero.engine.offload import take_over_data
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import local_range_of
@@ -35,6 +36,7 @@ class Master:
         shape = run[0].share.own_shape
         has_shape = is_whole(self.bucket) and shape != () and part.numel() == shape.numel()
         self.tensor = nn.Parameter(part.view(shape) if has_shape else part)
+        self._values = self.tensor.detach()
         self.device = self.bucket.residency.device
         self.bucket.has_master(self)
 
@@ -51,6 +53,10 @@ class Master:
     def is_here(self) -> bool:
         """Whether this rank updates the master: this rank owns elements of it, or the parameters are empty."""
         return self.tensor.numel() > 0 or all(slot.share.own_shape.numel() == 0 for slot in self.slots)
+
+    def take_over_data(self) -> None:
+        """Copy values that an optimizer's ``step`` has assigned to ``data`` to the shard."""
+        take_over_data(self.tensor, self._values)
 
     def write_state(self, key: str, values: Tensor) -> None:
         """Write the optimizer state ``key`` to the disk, in a field that may have to be added."""

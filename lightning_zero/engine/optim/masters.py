@@ -50,6 +50,7 @@ class Masters:
         self.hooks_after_update: dict[int, Callable[[list[Tensor]], None]] = OrderedDict()
         self._replaced: list[list[Any]] | None = None  # in a step, or after one that raised: the module's parameters
         self._active: list[Master] = []
+        self._given: dict[Master, Tensor] = {}  # in a step, the gradients that it has received
         self._signature: Any = None
         self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without a master
         self._own_entries: dict[Any, Any] = {}  # before a step, what ``optimizer.state`` has under other keys
@@ -156,15 +157,33 @@ class Masters:
                 states[tensor] = updated(update, master, tensor.detach(), gradient, dict.get(states, tensor, {}))
             return []
         tensor.grad = gradient.to(tensor.dtype) if gradient is not None else None
+        if tensor.grad is not None:
+            self._given[master] = tensor.grad
         return [tensor]
 
     def _after_step(self) -> None:
         if self._replaced is not None:
+            self._take_over_gradients()
             self.recover()
             self._call_hooks()
             self.states.measure()
             for engine in self.states.engines:
                 engine.updated(self._buckets)
+
+    def _take_over_gradients(self) -> None:
+        """Drop or replace parameters' gradients as ``step`` has done with those of their masters."""
+        left = {master: master.tensor.grad for master in self._given}
+        if all(gradient is self._given[master] for master, gradient in left.items()):
+            return  # as in nearly every optimizer
+        if not any(gradient is not None for gradient in left.values()):
+            left |= dict.fromkeys(self._active)  # also those of which this rank has no part
+        for master, gradient in left.items():
+            for slot in master.slots:
+                if gradient is None:
+                    slot.parameter.grad = None
+                elif gradient is not self._given[master]:
+                    part = gradient.reshape(-1)[master.part_of(slot)]
+                    slot.parameter.grad = ShardedTensor(slot, part, slot.dtype)
 
     def _call_hooks(self) -> None:
         """Call ``hooks_after_update``, which may write to shards before these are gathered."""
@@ -193,9 +212,11 @@ class Masters:
             for group, parameters in zip(self.optimizer.param_groups, self._replaced):
                 group["params"][:] = parameters
         self._replaced = None
+        self._given.clear()
         for master in self._active:
             if master.bucket.updates is None:
                 master.tensor.grad = None
+                master.take_over_data()
 
     def begin_anew(self) -> None:
         """Recover from a step that raised. Clear gradients if ``zero_grad`` has cleared those of the masters."""

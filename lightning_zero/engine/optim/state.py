@@ -118,7 +118,7 @@ class MasterStates:
                 self.by_master[part.tensor] = {
                     key: part.state_on_disk(key, value.dtype)
                     if isinstance(value, LazyTensor)
-                    else value[kept].clone()
+                    else value[kept]  # not a copy: user code may have kept sharded tensors over this memory
                     if is_by_element(key, value, master.tensor.shape)
                     else copied(value)
                     for key, value in state.items()
@@ -395,7 +395,10 @@ class MasterStates:
         first, plan = values[0], master.bucket.residency.plan
         dtype = first.dtype
         if first.is_floating_point():
-            dtype = plan.update_dtype if casts else torch.promote_types(first.dtype, plan.update_dtype)
+            if casts:
+                dtype = plan.update_dtype
+            elif dtype == master.slots[0].dtype:  # any other dtype is the optimizer's own choice
+                dtype = torch.promote_types(dtype, plan.update_dtype)
             dtype = plan.state_dtype_of(dtype)
         entry = torch.empty(master.tensor.shape, dtype=dtype, device=master.device)
         for value, slot in zip(values, master.slots):

@@ -19,7 +19,14 @@ from lightning_zero.engine.compat import accumulation_hooks, gradient_hooks, set
 from lightning_zero.engine.offload import Updates
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.identity import exchange, exchange_memory, set_contents
-from lightning_zero.engine.tensor.sharded_tensor import ShardedDTensor, ShardedTensor, View, local_range_of, show
+from lightning_zero.engine.tensor.sharded_tensor import (
+    Copy,
+    ShardedDTensor,
+    ShardedTensor,
+    View,
+    local_range_of,
+    show,
+)
 
 
 class BucketSlot:
@@ -161,16 +168,16 @@ class BucketSlot:
             key: tensor
             for key, tensor in list(self._derived.items())
             # a tensor may since have received other contents (see ``set_contents``)
-            if isinstance(tensor, ShardedTensor) and tensor.slot is self and tensor.is_leaf
+            if isinstance(tensor, ShardedTensor) and tensor.slot is self
         }
 
     def detach_aliases(self) -> None:
         """Make aliases (``p.data``, ``p.detach()``) copies of the present values, before other values replace these."""
         if aliases := {key: t for key, t in self.derived.items() if t.is_parameter and not self.is_of(t)}:
-            values = self.local_parameter().clone()
+            values, copy = self.local_parameter().clone(), Copy()
             for key, alias in aliases.items():
                 del self._derived[key]
-                alias.show(values, None)
+                alias.show(values, copy)
                 self.remember(alias)
 
     def local_parameter(self) -> Tensor:

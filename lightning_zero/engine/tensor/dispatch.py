@@ -168,10 +168,16 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     in_place = targets == [0] and args[0] is sharded[0]
     if bool(targets) is not in_place or any(tensor.slot is not slot for tensor in sharded):
         return NotImplemented
-    plain = [tensor for tensor in tensors if not isinstance(tensor, ShardedTensor)]
     # A plain tensor, such as a loss or an incoming gradient, may differ between ranks. The result then differs, too,
-    # and cannot be a sharded tensor. In-place operators are assumed to write equal values on all ranks, as in DDP.
-    if plain and not in_place or slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
+    # and cannot be sharded. In-place operators are assumed to write equal values on all ranks, as in DDP, except to
+    # copies, which each rank may train with its own data.
+    plain = [tensor for tensor in tensors if not isinstance(tensor, ShardedTensor)]
+    has_own = any(tensor.own_values is not None for tensor in sharded)
+    if (plain or has_own) and not in_place:
+        return NotImplemented
+    if in_place and sharded[0].is_copy and (has_own or func is not aten.copy_.default and any(t.dim() for t in plain)):
+        return NotImplemented
+    if slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
         return NotImplemented
     # Full values at hand are cheaper and give the same bits as under DDP, but writes must reach wider master weights.
     is_wider = in_place and sharded[0].local.dtype != sharded[0].dtype
@@ -215,7 +221,9 @@ def _beside(value: Tensor, local: Tensor) -> Tensor:
 
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``_foreach_*`` operators on local ranges, with one call for each combination of rank group and device."""
-    first, in_place = args[0], bool(_targets(func))
+    if not isinstance(args[0], (list, tuple)):  # a number to the power of tensors
+        return NotImplemented
+    first, in_place = list(args[0]), bool(_targets(func))
     members: dict[Any, list[int]] = {}  # positions in ``first`` by (group, device); by None if not sharded
     for position, tensor in enumerate(first):
         sharded = _communicating(tensor)
@@ -240,6 +248,9 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if func is aten._foreach_norm.Scalar:
         return _norms_of_list(first, float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))
+    has_own = any(t.own_values is not None for tensors in lists for t in tensors)
+    if has_own and not (in_place and first[0].is_parameter):
+        return NotImplemented
     is_plain = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
     if is_plain and not in_place or func._schema.name in _REDUCTIONS_OF_LISTS:
         return NotImplemented

@@ -152,6 +152,7 @@ class ShardedTensor(WrapperTensor):
             although the tensor is on another device.
         dtype: the dtype that user code sees.
         keep: any object that must live as long as this tensor; reads first call its method ``complete``, if it has one.
+            By default, the tensor is a parameter or a copy, which becomes an ordinary tensor when the engine is closed.
     """
 
     slot: Slot
@@ -169,8 +170,9 @@ class ShardedTensor(WrapperTensor):
     ) -> ShardedTensor:
         dtype = dtype or (local.dtype if local is not None else slot.dtype)
         self = new_wrapper(cls, slot.shape, dtype=dtype, device=slot.device)
-        self.slot, self._local, self.keep = slot, local, keep
-        if keep is None:
+        self.slot, self._local = slot, local
+        self.keep = Copy() if local is not None and keep is None else keep
+        if keep is None or self.is_copy:
             slot.remember(self)
         return self
 
@@ -178,6 +180,8 @@ class ShardedTensor(WrapperTensor):
     def local(self) -> Tensor:
         if self._local is None:
             return self.slot.local_parameter()
+        if (own := self.own_values) is not None:
+            return local_range_of(own, self.slot)
         synchronize(self.slot.background)  # background work may be writing to the range
         if (complete := getattr(self.keep, "complete", None)) is not None:
             complete()
@@ -200,7 +204,19 @@ class ShardedTensor(WrapperTensor):
         """Whether this is a parameter or its alias (``detach()``), not a copy or another tensor derived from it."""
         return self._local is None
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether this belongs to user code alone: neither a parameter nor its gradient or optimizer state."""
+        return isinstance(self.keep, Copy)
+
+    @property
+    def own_values(self) -> Tensor | None:
+        """All values that this rank has, if this is a copy to which ranks may have written different values."""
+        return self.keep.whole if isinstance(self.keep, Copy) else None
+
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        if (own := self.own_values) is not None:
+            return own.to(dtype or self.dtype)
         if (reading := reader.get()) is not None:
             return reading.whole(self).to(self.device, dtype or self.dtype)
         return self.slot.whole_parameter(dtype or self.dtype) if self.is_parameter else None
@@ -216,6 +232,8 @@ class ShardedTensor(WrapperTensor):
     def write_whole(self, value: Tensor) -> None:
         if self.is_parameter:
             self.slot.write_parameter(value)
+        elif self.is_copy:
+            self.keep.whole = value.detach()
         else:
             local = self.local
             local.copy_(local_range_of(value, self.slot))
@@ -281,18 +299,19 @@ class ShardedTensor(WrapperTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             with torch.no_grad():
-                if (reading := reader.get()) is not None:
+                if (reading := reader.get()) is not None and self.own_values is None:
                     copy = reading.whole(self).clone()
                 else:  # the copy is sharded, too, so that a copied module takes only a shard's memory
                     copy = ShardedTensor(self.slot, self.local.clone(), self.dtype)
+                    if (own := self.own_values) is not None:
+                        copy.write_whole(own.clone())
             memo[id(self)] = like(self, copy)
         return memo[id(self)]
 
     @WrapperTensor.data.setter  # type: ignore[attr-defined]
     def data(self, value: Tensor) -> None:
         if value.dtype != self.dtype:
-            is_copy = not self.is_parameter and self.keep is None and self.is_leaf
-            if is_copy and isinstance(value, ShardedTensor) and value.slot is self.slot:
+            if self.is_copy and self.is_leaf and isinstance(value, ShardedTensor) and value.slot is self.slot:
                 # ``copied.half()``: the engine does not use the copy, so the copy may have any dtype
                 gradient, other = self.grad, like(self, value.detach())
                 other.grad = gradient.to(value.dtype) if gradient is not None else None
@@ -308,10 +327,20 @@ class ShardedTensor(WrapperTensor):
             if isinstance(value, ShardedTensor) and value.slot is self.slot and value.is_parameter:
                 return  # an alias
             self.slot.detach_aliases()
-        elif self.keep is None:  # a copy, which shares memory only with its own aliases
-            self._local = local_range_of(value.detach(), self.slot).to(self.local, copy=True)
+        elif self.is_copy:  # which shares memory only with its own aliases
+            copy = ShardedTensor(self.slot, local_range_of(value.detach(), self.slot).to(self.local, copy=True))
+            own = value.own_values if isinstance(value, ShardedTensor) else value
+            if own is not None and not isinstance(own, WrapperTensor):
+                copy.write_whole(own.to(self.device, copy=True))
+            self.show(copy.local, copy.keep)
             return
         WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+class Copy:
+    """What the aliases of a copy share: once ranks may have written different values to it, all that this rank has."""
+
+    whole: Tensor | None = None
 
 
 class ShardedDTensor(ShardedTensor, SlotsOfDTensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partialmethod
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -112,6 +113,17 @@ class WrapperTensor(torch.Tensor):
             "set_() replaces a tensor's memory, but a sharded tensor has no memory of its own: write the new values "
             "with parameter.data.copy_(values)."
         )
+
+    def _in_memory(self, name: str, *args: Any) -> Tensor:
+        """Call a method that writes without asking any operator, and would write to a null pointer, on full values."""
+        value = self.whole().detach().clone()
+        getattr(value, name)(*(arg.whole() if isinstance(arg, WrapperTensor) else arg for arg in args))
+        with torch.no_grad():
+            return self.copy_(value)
+
+    apply_ = partialmethod(_in_memory, "apply_")
+    map_ = partialmethod(_in_memory, "map_")
+    map2_ = partialmethod(_in_memory, "map2_")
 
     def storage(self) -> Any:  # called by safetensors, and by save_pretrained() of transformers and PEFT
         return self.untyped_storage().refuse()
