@@ -36,7 +36,7 @@ class Master:
         shape = run[0].share.own_shape
         has_shape = is_whole(self.bucket) and shape != () and part.numel() == shape.numel()
         self.tensor = nn.Parameter(part.view(shape) if has_shape else part)
-        self._values = self.tensor.detach()
+        self._address = part.data_ptr()  # not a tensor, which would count as one that user code keeps
         self.device = self.bucket.residency.device
         self.bucket.has_master(self)
 
@@ -56,7 +56,8 @@ class Master:
 
     def take_over_data(self) -> None:
         """Copy values that an optimizer's ``step`` has assigned to ``data`` to the shard."""
-        take_over_data(self.tensor, self._values)
+        if self.tensor.data_ptr() != self._address:
+            take_over_data(self.tensor, self.bucket.residency.leaf(self.range).view_as(self.tensor))
 
     def write_state(self, key: str, values: Tensor) -> None:
         """Write the optimizer state ``key`` to the disk, in a field that may have to be added."""
