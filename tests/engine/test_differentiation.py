@@ -487,3 +487,19 @@ def under_autocast(stage):
 @STAGES
 def test_autocast_casts_parameters_wherever_they_are_used(run_on, stage):
     run_on(2, under_autocast, stage=stage)
+
+
+def keep_a_graph_of_gradients(stage):
+    module, reference, engine = make(stage)[:3]
+    with pytest.warns(UserWarning, match=r"p\.grad .* without a graph.*torch\.autograd\.grad\(loss, parameters"):
+        module(INPUTS).backward(create_graph=True)
+    reference(INPUTS).backward()
+    for ours, theirs in zip(module.parameters(), reference.parameters()):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            torch.testing.assert_close(lightning_zero.full_grad(ours), theirs.grad, **CLOSE)
+
+
+@STAGES
+def test_a_backward_with_create_graph_warns_that_p_grad_has_no_graph(run_on, stage):
+    run_on(2, keep_a_graph_of_gradients, stage=stage)

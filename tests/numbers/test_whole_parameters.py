@@ -34,6 +34,7 @@ from tests.support.workers import rank, world_size
 OPTIMIZERS = [
     whole.muon_and_adamw,
     whole.adafactor,
+    whole.adafactor_with_momentum,
     whole.transformers_adafactor,
     whole.muon_of_mixed_groups,
     whole.soap,

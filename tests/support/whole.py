@@ -86,6 +86,13 @@ def adafactor(model: nn.Module) -> Optimizer:
     return Adafactor(model.parameters(), lr=0.01)
 
 
+def adafactor_with_momentum(model: nn.Module) -> Optimizer:
+    """Its momentum is in bf16."""
+    from pytorch_optimizer import AdaFactor
+
+    return AdaFactor(model.parameters(), lr=0.01)
+
+
 def transformers_adafactor(model: nn.Module) -> Optimizer:
     from transformers import Adafactor
 

@@ -293,7 +293,8 @@ def _ordinary(parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
     for key, value in state.items():
         if not is_by_element(key, value, parameter.shape):
             continue
-        if value.is_floating_point():
+        is_lean = slot is not None and slot.bucket.residency.plan.config.state_dtype is not None
+        if is_lean and value.is_floating_point():
             ordinary[key] = value.to(torch.promote_types(value.dtype, parameter.dtype))
         if slot is not None and slot.placed.placements is not None:
             share = slot.share.own(ordinary[key]).contiguous()

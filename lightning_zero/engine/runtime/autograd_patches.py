@@ -8,6 +8,7 @@ functions, so the internal function that they call is patched.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,12 +46,19 @@ def _run_backward_by_name(
         for position, tensor in enumerate(inputs)
         if isinstance(tensor, ShardedTensor) and tensor.is_parameter and tensor.requires_grad
     }
+    accumulates = accumulate_grad and bool(own or not inputs)
+    if accumulates and create_graph:
+        warnings.warn(
+            "backward(create_graph=True): p.grad of sharded parameters is the mean over ranks, without a graph. For "
+            "penalties and Hessians, use torch.autograd.grad(loss, parameters, create_graph=True).",
+            stacklevel=4,
+        )
     options = {"allow_unreachable": allow_unreachable or bool(own), "accumulate_grad": accumulate_grad}
     # Only its module's forward updates a view's ``requires_grad`` after the parameter was frozen or unfrozen.
     views = [tensor.slot.view.requires_grad_(True) for tensor in own.values()]
     with ExitStack() as stack:
         for schedule in _schedules:
-            stack.enter_context(schedule.differentiating(accumulates=accumulate_grad and bool(own or not inputs)))
+            stack.enter_context(schedule.differentiating(accumulates=accumulates))
             if create_graph:
                 stack.enter_context(schedule.watching())
         found = run_backward(outputs, grad_outputs, retain_graph, create_graph, (*inputs, *views), **options)
