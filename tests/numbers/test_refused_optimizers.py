@@ -274,6 +274,34 @@ def test_a_step_of_offloaded_states_may_replace_data(run_on, stage):
     run_on(2, replace_and_clear, stage=stage, clears="", whole_parameters=False, offload="cpu")
 
 
+class Nested(Optimizer):
+    """Keeps its averages in a dict within the state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            averages = self.state[p].setdefault("averages", {"slow": torch.zeros_like(p)})
+            averages["slow"].lerp_(p.grad, 0.1)
+            p.sub_(averages["slow"], alpha=self.param_groups[0]["lr"])
+
+
+def refuse_nested() -> None:
+    model = nn.Linear(7, 5)
+    engine = Engine(model, [optimizer := Nested(model.parameters(), 0.1)], stage=2, whole_parameters=False)
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    with pytest.raises(TypeError, match="Nested has tensors .* inside of the entry 'averages'.*whole_parameters=True"):
+        optimizer.state_dict()
+    engine.close(communicate=False)
+
+
+def test_nested_states_by_element_are_refused_rather_than_saved_wrongly(run_on):
+    run_on(2, refuse_nested)
+
+
 class LearnerWithLBFGS(Learner):
     def configure_optimizers(self) -> Optimizer:
         return LBFGS(self.parameters())

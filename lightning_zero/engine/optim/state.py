@@ -30,7 +30,7 @@ from lightning_zero.engine.optim.kinds import (
     resolved,
     tensors_in,
 )
-from lightning_zero.engine.optim.master import Master, field_of, is_alone, runs_of
+from lightning_zero.engine.optim.master import Master, field_of, is_alone, is_whole, runs_of
 from lightning_zero.engine.state.slot import BucketSlot, OwnedSlot, slot_of
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
@@ -264,10 +264,16 @@ class MasterStates:
     def _description(self, master: Master) -> dict[str, Any]:
         """A master's state in a form for other ranks: dtypes of entries by element, and all other entries described."""
         of_rest = described if master.bucket.layout.is_whole else Small
-        return {
-            key: value.dtype if is_by_element(key, value, master.tensor.shape) else of_rest(in_plain_tensors(value))
-            for key, value in self.by_master.get(master.tensor, {}).items()
-        }
+        shape, description = master.tensor.shape, {}
+        for key, value in self.by_master.get(master.tensor, {}).items():
+            is_one = is_by_element(key, value, shape)
+            if not is_one and not is_whole(master.bucket) and any(t.shape == shape for t in tensors_in(value)):
+                raise TypeError(
+                    f"{type(self.optimizer).__name__} has tensors with a number for each element inside of the entry "
+                    f"{key!r} of its state, which cannot be divided by parameter: set whole_parameters=True."
+                )
+            description[key] = value.dtype if is_one else of_rest(in_plain_tensors(value))
+        return description
 
     def _entry(self, slot: BucketSlot, key: str, entry: Any) -> Any:
         master = self._master_of.get(slot)
