@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -223,39 +225,52 @@ def _go_by_samplers(loaders: list[Any]) -> bool:
     )
 
 
-_Position = tuple[Rng | None, int]
-"""The random state before a sampler started, and the number of batches to skip."""
+_Position = tuple[Rng | None, int, int | None]
+"""The random state before a sampler started, the number of batches to skip, and a checksum of the first index."""
 
 
 class _Indices:
     """Wrapper around a loader's sampler. It records the random state at the start, or continues from a position.
 
-    The random state includes the states of ``generators``, those of the loader and its samplers.
+    The random state includes the states of ``generators``, those of the loader and its samplers. If the sampler begins
+    with another index than before, the project has restored a position of its own, and nothing is skipped.
     """
 
     def __init__(self, sampler: Any, position: _Position | None, generators: list[torch.Generator]) -> None:
         self._sampler, self._starts_over, self._generators = sampler, position is None, generators
-        self._rng, self._skipped = position or (None, 0)
+        # checkpoints of earlier versions lack the checksum
+        self._rng, self._skipped, self._begin = (*(position or (None, 0)), None)[:3]
 
     def position(self, yielded: int) -> _Position:
         """The position after an iterator has yielded ``yielded`` batches."""
-        return self._rng, self._skipped + yielded
+        return self._rng, self._skipped + yielded, self._begin
 
     def __iter__(self) -> Iterator[Any]:  # a generator: like samplers, it starts when the first index is fetched
         cpu = torch.device("cpu")  # no sampler draws from a device's generator
         now = rng_state(cpu, self._generators)
         if self._starts_over:
-            self._rng, self._skipped = now, 0
+            self._rng, self._skipped, self._begin = now, 0, None
         self._starts_over, self._rng = True, self._rng or now
         set_rng_state(self._rng, cpu, self._generators)
         indices = iter(self._sampler)
-        first = list(islice(indices, self._skipped, self._skipped + 1))
+        first = list(islice(indices, 1))
+        begin = _checksum(first)
+        if self._skipped and self._begin in (begin, None):
+            first = list(islice(indices, self._skipped - 1, self._skipped))
+        self._begin = begin
         if self._rng is not now:
             set_rng_state(now, cpu)
         yield from chain(first, indices)
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+def _checksum(indices: Any) -> int:
+    """A checksum of the first index in nested lists: that of the first batch's first sample, whatever its size."""
+    while isinstance(indices, (list, tuple)) and indices:
+        indices = indices[0]
+    return zlib.crc32(pickle.dumps(indices))
 
 
 def _generators_of(loader: Any) -> list[torch.Generator]:

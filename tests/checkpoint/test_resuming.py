@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
@@ -284,6 +284,69 @@ def takes_as_much_as_ddp(folder: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_loaders_without_a_sampler_are_left_to_lightning(run_on, tmp_path, world_size):
     run_on(world_size, takes_as_much_as_ddp, folder=tmp_path)
+
+
+class Rest:
+    """Yields what is left of an epoch, and in later epochs all."""
+
+    def __init__(self, items: list[Any], begin: int) -> None:
+        self.items, self.begin = items, begin
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        begin, self.begin = self.begin, 0
+        yield from self.items[begin:]
+
+
+class Consumed(LightningDataModule):
+    """Restores its own position, as Megatron's and NeMo's do, in a sampler or in a batch sampler."""
+
+    def __init__(self, in_batches: bool) -> None:
+        super().__init__()
+        self.in_batches, self.consumed = in_batches, 0
+
+    def train_dataloader(self) -> Any:
+        data, samples = Numbers(2 * BATCHES * world_size(), noise=False), 2 * BATCHES
+        places = list(range(rank() * samples, (rank() + 1) * samples))
+        if not self.in_batches:
+            return DataLoader(data, batch_size=2, sampler=Rest(places, self.consumed))
+        pairs = [places[at : at + 2] for at in range(0, samples, 2)]
+        return DataLoader(data, batch_sampler=Rest(pairs, self.consumed // 2))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed": self.trainer.global_step % BATCHES * 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.consumed = state["consumed"]
+
+
+def resumes_at_the_projects_position(folder: Path, in_batches: bool) -> None:
+    seen = {}
+    for strategy in ("ddp", "zero1", "zero3"):
+        path, saving = folder / f"{strategy}.ckpt", Callback()
+        saving.on_train_batch_end = lambda trainer, *_, at=path: (
+            trainer.global_step == 1 and trainer.save_checkpoint(at)
+        )
+        for ckpt_path in (None, path):
+            torch.manual_seed(0)
+            module = Drawing()
+            module.train_dataloader = None  # type: ignore[method-assign]
+            options = {"max_epochs": 2, "use_distributed_sampler": False, "limit_val_batches": 0}
+            trainer = make_trainer(strategy, callbacks=[saving] if ckpt_path is None else [], **options)
+            trainer.fit(module, datamodule=Consumed(in_batches), ckpt_path=ckpt_path)
+            seen[strategy, ckpt_path is not None] = [each[:3] for each in module.seen]
+    for strategy in ("zero1", "zero3"):
+        same_values(seen[strategy, False], seen["ddp", False], strategy)
+        same_values(seen[strategy, True], seen["ddp", True], f"{strategy}, resumed")
+    batches = [batch for _, _, batch in seen["zero3", True]]
+    same_values(batches, [batch for _, _, batch in seen["zero3", False]][1:], "nothing skipped or repeated")
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_a_project_may_restore_its_own_position_in_the_data(run_on, tmp_path, in_batches):
+    run_on(2, resumes_at_the_projects_position, folder=tmp_path, in_batches=in_batches)
 
 
 class WithOneOutside(ManualLearner):

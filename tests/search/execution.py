@@ -816,6 +816,8 @@ class Execution:
         for average, net in zip(self.copies, nets):
             with torch.no_grad():
                 for mean, parameter in zip(average.parameters(), net.parameters()):
+                    if op.own:
+                        mean.add_(torch.full(mean.shape, 0.1 * (1 + rank()), dtype=mean.dtype))
                     mean.lerp_(parameter, 0.5)
                 outputs.append(average(inputs(index, 0, 0, net), ("ab",) * self.setup.blocks, True, False))
         self._same(*outputs, "the copy's output")

@@ -270,7 +270,13 @@ class Hook(Op):
 
 @dataclass(frozen=True)
 class Average(Op):
-    """Copy the model; later, move the copy's weights halfway to the model's, and evaluate the copy."""
+    """Copy the model; later, move the copy's weights halfway to the model's, and evaluate the copy.
+
+    Attributes:
+        own: whether each rank first adds numbers of its own to the copy.
+    """
+
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -440,7 +446,7 @@ def _ops(setup: Setup) -> st.SearchStrategy[Op]:
             st.booleans(),
             st.booleans(),
         ),
-        st.just(Average()),
+        st.builds(Average, st.sampled_from((False, False, True))),
         st.builds(ChangeState, optimizer, _parameter, st.sampled_from(("clear", "scale"))),
         st.builds(NewEngine, st.sampled_from((1, 2, 3)), st.sampled_from(UNITS), st.sampled_from(OFFLOADS)),
         st.just(Check()),

@@ -175,7 +175,8 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     has_own = any(tensor.own_values is not None for tensor in sharded)
     if (plain or has_own) and not in_place:
         return NotImplemented
-    if in_place and sharded[0].is_copy and (has_own or func is not aten.copy_.default and any(t.dim() for t in plain)):
+    has_values = func is not aten.copy_.default and any(tensor.dim() or not slot.shape for tensor in plain)
+    if in_place and sharded[0].is_copy and (has_own or has_values):
         return NotImplemented
     if slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
         return NotImplemented
