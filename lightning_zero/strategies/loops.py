@@ -1,4 +1,4 @@
-"""Patch Lightning's loops: report evaluation batches to the engine (for join), and let ranks meet between batches."""
+"""Patch Lightning's loops, callbacks and loggers, so that ranks meet where Lightning acts on one of them alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -136,6 +136,18 @@ class WrappedMethod:
 
 def _itself(method: Any) -> Any:
     return method
+
+
+def log_graphs(trainer: Trainer, module: LightningModule | None, wrappers: Wrappers) -> None:
+    """Call the loggers' ``log_graph`` now, and not once the module is sharded: they trace the module on rank 0 alone.
+
+    Args:
+        module: the whole module; None if it is sharded already.
+    """
+    for logger in trainer.loggers if getattr(trainer, "enable_autolog_hparams", True) else ():
+        if module is not None and not any(parameter.is_meta for parameter in module.parameters()):
+            logger.log_graph(module)
+        wrappers.put(logger, "log_graph", lambda *_: None)
 
 
 class Wrappers:

@@ -31,7 +31,14 @@ from lightning_zero.engine import (
 )
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.base import BaseStrategy, TrainerOptions, takes_options
-from lightning_zero.strategies.loops import Wrappers, attend, meet_between_batches, name_as_if_written, take_turns
+from lightning_zero.strategies.loops import (
+    Wrappers,
+    attend,
+    log_graphs,
+    meet_between_batches,
+    name_as_if_written,
+    take_turns,
+)
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.resuming import DataLoadingState
 from lightning_zero.strategies.signals import Signals
@@ -157,6 +164,7 @@ class TrainerStrategy(BaseStrategy):
             self._convert_module()
             _made_for[self.lightning_module] = sync, self.precision_plugin.precision
             self.model_to_device()
+        log_graphs(trainer, self.lightning_module if self.engine is None else None, self._wrappers)
         if fitting:
             self.setup_optimizers(trainer)
         if self.engine is None and self._cuts(trainer):

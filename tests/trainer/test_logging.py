@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from tensorboard.backend.event_processing import event_accumulator
 from torch import nn
 from torchmetrics import Accuracy, MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
@@ -156,6 +157,23 @@ def write_logs(strategy: str) -> Any:
     return observed(trainer, module), files, dict(module.hparams)
 
 
+class Drawn(Net):
+    example_input_array = torch.ones(2, 6)
+
+
+def draw_graphs(strategy: str) -> Any:
+    """`TensorBoardLogger(log_graph=True)`"""
+    folder = shared_folder()
+    runs = []
+    for fits in range(2):
+        logger = TensorBoardLogger(folder, name="logs", version=fits, log_graph=True)
+        runs.append(trained(strategy, Drawn(), logger=logger, max_epochs=1))
+        events = event_accumulator.EventAccumulator(logger.log_dir).Reload() if rank() == 0 else None
+        runs.append(sorted(node.name for node in events.Graph().node) if events is not None else None)
+        assert events is None or any("head" in name for name in runs[-1])
+    return runs
+
+
 def profile(strategy: str) -> Any:
     """The simple, advanced and PyTorch profilers, `detect_anomaly`, `benchmark` and `deterministic`"""
     options: list[dict[str, Any]] = [
@@ -177,6 +195,16 @@ def show_progress(strategy: str) -> Any:
 
 
 @pytest.mark.exhaustive(but=1)
-@behaviours("The Trainer", log_everything, use_metrics, talk, communicate_by_hand, write_logs, profile, show_progress)
+@behaviours(
+    "The Trainer",
+    log_everything,
+    use_metrics,
+    talk,
+    communicate_by_hand,
+    write_logs,
+    draw_graphs,
+    profile,
+    show_progress,
+)
 def test_logging_and_communication_by_user_code_are_as_under_ddp(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
