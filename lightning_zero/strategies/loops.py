@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Engine, WrapperTensor, compat, sharded_tree
 from lightning_zero.strategies.lightning_internals import BETWEEN_BATCHES, data_fetcher, is_epoch_ending
 
 TakeTurn = Callable[[int | None], None]
@@ -148,6 +148,18 @@ def log_graphs(trainer: Trainer, module: LightningModule | None, wrappers: Wrapp
         if module is not None and not any(parameter.is_meta for parameter in module.parameters()):
             logger.log_graph(module)
         wrappers.put(logger, "log_graph", lambda *_: None)
+
+
+def read_for_loggers(no_experiment: type, wrappers: Wrappers) -> None:
+    """Read the sharded tensors that go to ``logger.experiment`` also on ranks whose loggers have no experiment.
+
+    On rank 0 ``experiment.add_histogram(name, parameter)`` gathers the parameter; on other ranks the call does nothing.
+    """
+
+    def nop(_: Any, *args: Any, **options: Any) -> None:
+        compat.tree_map_only(WrapperTensor, sharded_tree.whole, (args, options))
+
+    wrappers.put(no_experiment, "nop", nop)
 
 
 class Wrappers:

@@ -37,6 +37,7 @@ from lightning_zero.strategies.loops import (
     log_graphs,
     meet_between_batches,
     name_as_if_written,
+    read_for_loggers,
     take_turns,
 )
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
@@ -180,6 +181,7 @@ class TrainerStrategy(BaseStrategy):
             self.engine.windows.buffers_follow = fitting
             self.engine.load_masters((self.checkpoints.loaded or {}).get("masters", {}))
             attend(trainer, self.engine, self._wrappers)
+            read_for_loggers(internals.no_experiment(self.lightning), self._wrappers)
         elif not self.ranks.is_single:
             internals.sync_module_states(self.lightning_module)
         if not self.ranks.is_single or self._restarts is not None:

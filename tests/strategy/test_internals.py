@@ -118,6 +118,12 @@ def test_each_package_with_a_trainer_has_the_tuners_exception_and_wraps_optimize
     assert issubclass(internals.tuner_exit(package), Exception)
 
 
+@pytest.mark.parametrize("package", TRAINERS, ids=lambda package: package.__name__)
+def test_loggers_without_an_experiment_pass_all_calls_to_one_method(package):
+    nothing = internals.no_experiment(package)()
+    assert nothing.add_histogram == nothing.log == nothing.nop
+
+
 def test_ddp_has_the_borrowed_methods():
     strategy = DDPStrategy(parallel_devices=[torch.device("cpu")], process_group_backend="gloo")
     assert internals.get_process_group_backend(strategy) == "gloo"

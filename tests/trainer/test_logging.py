@@ -174,6 +174,28 @@ def draw_graphs(strategy: str) -> Any:
     return runs
 
 
+class Charted(Net):
+    def on_train_epoch_end(self) -> None:
+        for name, parameter in self.named_parameters():
+            self.logger.experiment.add_histogram(name, parameter, self.current_epoch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, parameter in self.named_parameters():
+            self.logger.experiment.add_histogram(f"{name}.grad", values=parameter.grad, global_step=self.global_step)
+
+
+def draw_histograms(strategy: str) -> Any:
+    """`self.logger.experiment.add_histogram(name, p)`, also of `p.grad`"""
+    folder = shared_folder()
+    run = trained(strategy, Charted(), logger=TensorBoardLogger(folder, name="logs", version=0), max_epochs=2)
+    if rank():
+        return run
+    events = event_accumulator.EventAccumulator(str(folder / "logs" / "version_0")).Reload()
+    tags = sorted(events.Tags()["histograms"])
+    assert "head.weight" in tags and "head.weight.grad" in tags
+    return run, {tag: [(e.step, e.histogram_value.bucket) for e in events.Histograms(tag)] for tag in tags}
+
+
 def profile(strategy: str) -> Any:
     """The simple, advanced and PyTorch profilers, `detect_anomaly`, `benchmark` and `deterministic`"""
     options: list[dict[str, Any]] = [
@@ -203,6 +225,7 @@ def show_progress(strategy: str) -> Any:
     communicate_by_hand,
     write_logs,
     draw_graphs,
+    draw_histograms,
     profile,
     show_progress,
 )
