@@ -62,7 +62,6 @@ RULES: dict[str, _Rule] = {
     ),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
     "trainer.val_check_interval": _ABOVE_0,
-    "trainer.limit_val_batches": _ABOVE_0,
     "trainer.devices": (lambda v: v == "auto" or (type(v) is int and v >= 1), '"auto" or an integer of at least 1'),
 }
 """Rules that neither a type nor ``LEAST`` expresses, for values that would also cause errors late."""
@@ -193,15 +192,15 @@ def _check_packages(config: DictConfig) -> None:
 
 
 def _check_made(config: DictConfig) -> None:
-    """Check that the data can be read and all objects can be created; the model is created on the meta device."""
+    """Check that all objects can be created, and our own data read; the model is created on the meta device."""
     import torch
 
     from lightning_zero.planning.fake_run import quiet
 
-    def make_data(data: DictConfig) -> Any:
+    def make_data(data: DictConfig) -> None:
         made = instantiate(data)
-        made.setup()
-        return made.train_dataloader(), made.val_dataloader()
+        if data._target_.startswith("lightning_zero."):
+            made.setup("fit")  # a project's own hooks may need a Trainer, which calls them in the ranks
 
     def make_model(model: DictConfig) -> None:
         with torch.device("meta"):

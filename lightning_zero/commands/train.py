@@ -58,7 +58,9 @@ def train(config: DictConfig) -> None:
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
 
     trainer.fit(model, data, ckpt_path=config.resume)
-    metrics: dict[str, float] = dict(*trainer.validate(model, data, verbose=False))  # none with limit_val_batches=0
+    metrics: dict[str, float] = {}
+    if trainer.enable_validation:
+        metrics = dict(*trainer.validate(model, data, verbose=False))
 
     is_sharded = engine_of(model) is not None  # if so, all ranks must call sample()
     sample = model.sample() if hasattr(model, "sample") and (trainer.is_global_zero or is_sharded) else None

@@ -43,7 +43,7 @@ WRONG = [
     ("seed=5000000000", "seed=5000000000 must be an integer from 0 to 4294967295."),
     ("data.batch_size=1000000", "data.batch_size=1000000 exceeds the number of training windows, "),
     ("data=digits model=vit_tiny data.batch_size=9999", "data.batch_size=9999 exceeds the number of training images, "),
-    ("trainer.limit_val_batches=0", "trainer.limit_val_batches=0 must be a number above 0."),
+    ("trainer.limit_val_batches=-1", "trainer: You have passed invalid value -1 for limit_val_batches"),
     ("resume=/no/such.ckpt", "resume=/no/such.ckpt: no such checkpoint"),
     ("resume=memory://no/such.ckpt", "resume=memory://no/such.ckpt: no such checkpoint"),
     ("resume=sss://bucket/a.ckpt", "resume=sss://bucket/a.ckpt: cannot be looked up: Protocol not known: sss"),
