@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_zero.commands.check import JobFailed, check, in_one_line
+from lightning_zero.commands.projects import quote_stage
 from lightning_zero.commands.showing import Parser, print_json
 from lightning_zero.io.text import print_table
 
@@ -159,12 +159,6 @@ def complain(text: str) -> None:
         time.sleep(_PATIENCE)
 
 
-def _quote_stage(argument: str) -> str:
-    """stage=1,2 -> stage="1","2": Hydra parses bare numbers as integers, but option names must be strings."""
-    key, equals, value = argument.partition("=")
-    return key + equals + re.sub(r"(?<![\w\"'])(\d+)(?![\w\"'])", r'"\1"', value) if key == "stage" else argument
-
-
 def parser() -> Parser:
     """Parser for Hydra's own options and --json."""
     made = Parser(
@@ -204,12 +198,12 @@ def main(arguments: list[str]) -> int:
             # Ranks started by torchrun or SLURM run the same job, whose results go only to the folder of rank 0.
             arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
             arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-        sys.argv = ["lightning-zero", *map(_quote_stage, arguments)]
+        sys.argv = ["lightning-zero", *map(quote_stage, arguments)]
         app = hydra.main(config_path="pkg://lightning_zero.conf", config_name="train", version_base="1.3")(job)
         code = 0
         try:
             if given.help and not (given.config_dir or given.config_path or given.config_name):
-                show_help(list(map(_quote_stage, given.overrides)))
+                show_help(list(map(quote_stage, given.overrides)))
             else:
                 app()
         except JobFailed as error:

@@ -219,7 +219,7 @@ def test_a_script_of_pytorch_lightning_is_planned(capsys, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_configuration_is_planned_as_train_would_run_it(capsys):
-    overrides = ["model=vit_tiny", "data=digits", "trainer.devices=4", "precision=bf16-mixed"]
+    overrides = ["model=vit_tiny", "data=digits", "stage=2", "trainer.devices=4", "precision=bf16-mixed"]
     assert main([*overrides, "--stage", "3", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
     assert plan["ranks"] == 4 and plan["micro_batch"] == 32
