@@ -6,7 +6,7 @@ import sys
 import zlib
 from zipfile import BadZipFile
 
-from lightning_zero.commands.showing import Parser, print_json
+from lightning_zero.commands.showing import Parser, at_least, print_json
 from lightning_zero.io.text import print_table
 
 
@@ -17,8 +17,12 @@ def parser() -> Parser:
     )
     made.add_argument("reference", help="file written by DriftMonitor(save_to=...) on the reference data")
     made.add_argument("recent", help="file written by DriftMonitor(save_to=...) on recent data")
-    made.add_argument("--psi-above", type=float, default=0.2, help="population stability index (default: 0.2)")
-    made.add_argument("--ks-above", type=float, default=0.1, help="Kolmogorov-Smirnov statistic (default: 0.1)")
+    made.add_argument(
+        "--psi-above", type=at_least(0, float), default=0.2, help="population stability index (default: 0.2)"
+    )
+    made.add_argument(
+        "--ks-above", type=at_least(0, float), default=0.1, help="Kolmogorov-Smirnov statistic (default: 0.1)"
+    )
     made.add_argument("--json", action="store_true", help="print the result as JSON")
     return made
 

@@ -9,9 +9,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TextIO
+
+from lightning_zero.io.annotations import described
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +32,18 @@ def size_of(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB, 5GB or 4GiB")
     return size
+
+
+def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
+    """A ``type`` for argparse: numbers that are not below ``least``."""
+
+    def convert(text: str) -> Any:
+        with suppress(ValueError):
+            if (value := kind(text)) >= least:  # False for NaN
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} must be {described(kind, least)}")
+
+    return convert
 
 
 _stdout_for_json: TextIO | None = None

@@ -23,7 +23,7 @@ class Comparison:
     """A ZeRO stage compared with DDP.
 
     Attributes:
-        is_equal: whether all losses of all ranks, and the weights after each micro-batch, differ by ``tolerance`` at most.
+        is_equal: whether losses and weights differ by ``tolerance`` at most, on all ranks and after each micro-batch.
         tolerance: 0 if every bit was compared; above 0 if bits differ and sums are taken in another order.
         step: the first micro-batch with a difference, counted from 0; None if nothing differs.
         loss: the ranks' losses for that micro-batch under DDP and under ZeRO; None if they are equal.
