@@ -80,14 +80,7 @@ def check(config: DictConfig) -> DictConfig:
     assert isinstance(resolved, DictConfig)
     _check_values(resolved)
     if resolved.resume is not None:
-        from lightning_zero.checkpoint.files import Files
-
-        try:
-            exists = Files(str(resolved.resume)).exists
-        except Exception as error:  # libraries for object stores raise errors of their own
-            raise ConfigError(f"resume={resolved.resume}: cannot be looked up: {in_one_line(error)}") from error
-        if not exists:
-            raise ConfigError(f"resume={resolved.resume}: no such checkpoint")
+        _check_checkpoint(str(resolved.resume))
     if resolved.stage.get("_target_", "").endswith(".DDPStrategy"):
         _check_ddp(resolved.stage)
     if not resolved.trainer.get("enable_progress_bar", True):
@@ -96,6 +89,28 @@ def check(config: DictConfig) -> DictConfig:
     _check_packages(resolved)
     _check_made(resolved)
     return resolved
+
+
+def _check_checkpoint(path: str) -> None:
+    """Check that there is a checkpoint at a path or URL; only a local one is opened."""
+    from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
+    from lightning_zero.checkpoint.files import Files
+    from lightning_zero.checkpoint.reading import open_checkpoint
+
+    try:
+        files = Files(path)
+        exists = files.exists
+    except Exception as error:  # libraries for object stores raise errors of their own
+        raise ConfigError(f"resume={path}: cannot be looked up: {in_one_line(error)}") from error
+    if not exists:
+        raise ConfigError(f"resume={path}: no such checkpoint")
+    try:
+        if files.is_local:
+            open_checkpoint(path)
+    except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
+        raise ConfigError(f"resume={in_one_line(error)}") from error
+    except ValueError:
+        pass  # how the checkpoint's objects may be read depends on the strategy
 
 
 def _check_ddp(stage: DictConfig) -> None:

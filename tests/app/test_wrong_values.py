@@ -47,6 +47,12 @@ WRONG = [
     ("resume=/no/such.ckpt", "resume=/no/such.ckpt: no such checkpoint"),
     ("resume=memory://no/such.ckpt", "resume=memory://no/such.ckpt: no such checkpoint"),
     ("resume=sss://bucket/a.ckpt", "resume=sss://bucket/a.ckpt: cannot be looked up: Protocol not known: sss"),
+    ("resume=/proc", "resume=/proc is not a checkpoint: a sharded checkpoint contains .metadata, but this folder cont"),
+    ("resume=/proc/version", "resume=/proc/version (0 bytes) is not a checkpoint: it is neither a torch.save file nor"),
+    ("hydra.run.dir=/proc/new", "hydra.run.dir: the folder cannot be created: [Errno 2] No such file or directory: "),
+    ("hydra.run.dir=/proc/version", "hydra.run.dir: the folder cannot be created: [Errno 17] File exists: "),
+    ("-m hydra.sweep.dir=/proc/new", "hydra.sweep.dir: the folder cannot be created: [Errno 2] No such file or dir"),
+    ("seed=0 --json model.width=-4", "model.width=-4 must be an integer of at least 1."),
     ("trainer.devices=-1", 'trainer.devices=-1 must be "auto" or an integer of at least 1.'),
     (
         "trainer.num_nodes=2",
