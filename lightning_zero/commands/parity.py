@@ -14,7 +14,7 @@ from lightning_zero.io.text import listed
 
 def main(arguments: list[str]) -> int:
     own, of_script = split_arguments(arguments)
-    parsed = parser().parse_args(own)
+    parsed = parser().parse_intermixed_args(own)
     if not parsed.project:
         parser().error("specify what to train: package.module:Module, train.py or model=gpt_tiny")
     sys.path.insert(0, "")

@@ -18,7 +18,7 @@ from lightning_zero.io.text import in_bytes, print_table
 
 def main(arguments: list[str]) -> int:
     own, of_script = split_arguments(arguments)
-    parsed = parser().parse_args(own)
+    parsed = parser().parse_intermixed_args(own)
     if parsed.paper:
         return _paper(parsed)
     if not parsed.project:

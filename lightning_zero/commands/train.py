@@ -77,6 +77,7 @@ class CompareJobs(Callback):
     """
 
     folder: ClassVar[Path | None] = None
+    has_job: ClassVar[bool] = False  # whether a job has started, in a folder of its own
     report: ClassVar[Path | None] = None  # path of a job's results.json or a sweep's comparison.json
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -120,6 +121,7 @@ def job(config: DictConfig) -> float | None:
     """
     from lightning_zero.commands.ranks import launch, ranks_exist
 
+    CompareJobs.has_job = True
     try:
         resolved = check(config)
         if ranks_exist():
@@ -189,8 +191,10 @@ def show_help(overrides: list[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run the app with Hydra's arguments and return the exit code."""
-    given = parser().parse_args(arguments)  # reports an error in one line, where Hydra would print its usage
-    arguments = [argument for argument in arguments if argument != "--json"]
+    given = parser().parse_intermixed_args(arguments)  # reports an error in one line; Hydra would print its usage
+    options = [argument for argument in arguments if argument not in given.overrides and argument != "--json"]
+    arguments = [*options, *given.overrides]  # Hydra accepts no options between overrides
+    CompareJobs.folder, CompareJobs.has_job = None, False
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing several lines and exiting
     with tempfile.TemporaryDirectory() as nowhere:
@@ -217,10 +221,15 @@ def main(arguments: list[str]) -> int:
             where = given.config_dir or given.config_path or "lightning_zero.conf"
             complain(f"a configuration file in {where} is damaged: {' '.join(str(error).split())}")
             code = 2
+        except OSError as error:
+            if CompareJobs.has_job or wants_traceback:
+                raise
+            complain(f"hydra.{'sweep' if given.multirun else 'run'}.dir: the folder cannot be created: {error}")
+            code = 2
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         if this_rank() == 0:
-            if CompareJobs.folder is not None:
+            if CompareJobs.folder is not None and CompareJobs.has_job:
                 CompareJobs.report = compare(CompareJobs.folder)
             if given.json and CompareJobs.report is not None and CompareJobs.report.exists():
                 print_json(json.loads(CompareJobs.report.read_text()))

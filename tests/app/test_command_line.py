@@ -97,6 +97,7 @@ MISTAKES = {
     "drift a b --psi-above nan": "lightning-zero drift: argument --psi-above: 'nan' must be a number of at least 0",
     "plan --memory large": "lightning-zero plan: argument --memory: 'large' is not a size such as 500MB, 5GB or 4GiB",
     "plan": "lightning-zero plan: name a project (package.module:Module, train.py or model=gpt_small), or pass --paper",
+    "parity model=a --json data=b --steps 0": "lightning-zero parity: argument --steps: '0' must be an integer of",
     "doctor --ranks -2": "lightning-zero doctor: argument --ranks: '-2' must be an integer of at least 1",
     "doctor --device tpu": "lightning-zero doctor: argument --device: invalid choice: 'tpu' (choose from ",
     "doctor --disk /no/folder": "lightning-zero doctor: argument --disk: '/no/folder' is not a folder: create it",
