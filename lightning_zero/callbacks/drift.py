@@ -153,10 +153,8 @@ def read_values(path: str | Path) -> dict[str, Any]:
     try:
         with np.load(path) as file:
             values = dict(file)
-    except (ValueError, TypeError, EOFError, BadZipFile, zlib.error):  # numpy's text recommends unpickling
-        values = {"": None}
-    if not all(
-        isinstance(each, np.ndarray) and each.ndim == 1 and each.dtype.kind in "iuf" for each in values.values()
-    ):
-        raise ValueError(f"{path} has other contents than arrays of numbers, as DriftMonitor(save_to=...) writes them")
-    return values
+        if all(each.ndim == 1 and each.dtype.kind in "iuf" for each in values.values()):
+            return values
+    except (AttributeError, ValueError, TypeError, EOFError, BadZipFile, zlib.error):
+        pass  # numpy's text recommends unpickling
+    raise ValueError(f"{path} has other contents than arrays of numbers, as DriftMonitor(save_to=...) writes them")

@@ -93,24 +93,21 @@ def check(config: DictConfig) -> DictConfig:
 
 def _check_checkpoint(path: str) -> None:
     """Check that there is a checkpoint at a path or URL; only a local one is opened."""
-    from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
     from lightning_zero.checkpoint.files import Files
+    from lightning_zero.checkpoint.pickles import UnsafeFileError
     from lightning_zero.checkpoint.reading import open_checkpoint
 
     try:
         files = Files(path)
         exists = files.exists
+        if exists and files.is_local:
+            open_checkpoint(path)
+    except UnsafeFileError:
+        pass  # whether the checkpoint's objects are read depends on the strategy
     except Exception as error:  # libraries for object stores raise errors of their own
-        raise ConfigError(f"resume={path}: cannot be looked up: {in_one_line(error)}") from error
+        raise ConfigError(f"resume={path}: {in_one_line(error)}") from error
     if not exists:
         raise ConfigError(f"resume={path}: no such checkpoint")
-    try:
-        if files.is_local:
-            open_checkpoint(path)
-    except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
-        raise ConfigError(f"resume={in_one_line(error)}") from error
-    except ValueError:
-        pass  # how the checkpoint's objects may be read depends on the strategy
 
 
 def _check_ddp(stage: DictConfig) -> None:

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import asdict, replace
 from typing import Any
 
-from lightning_zero.commands.showing import Parser, at_least, print_json
+from lightning_zero.commands.showing import Parser, positive, print_json
 from lightning_zero.io.text import in_bytes, print_table
 
 
@@ -18,9 +18,7 @@ def parser() -> Parser:
         prog="lightning-zero doctor",
         description="Measure this machine for lightning-zero plan --resources FILE, and report what works on it.",
     )
-    made.add_argument(
-        "--ranks", type=at_least(1), default=2, help="number of processes to measure together (default: 2)"
-    )
+    made.add_argument("--ranks", type=positive, default=2, help="number of processes to measure together (default: 2)")
     made.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
     made.add_argument("--disk", help="folder on the disk for offload='nvme' (default: the folder for temporary files)")
     made.add_argument("--json", action="store_true", help="print JSON, which lightning-zero plan --resources reads")

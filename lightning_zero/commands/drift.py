@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lightning_zero.commands.showing import Parser, at_least, print_json
+from lightning_zero.commands.showing import Parser, not_negative, print_json
 from lightning_zero.io.text import print_table
 
 
@@ -15,12 +15,8 @@ def parser() -> Parser:
     )
     made.add_argument("reference", help="file written by DriftMonitor(save_to=...) on the reference data")
     made.add_argument("recent", help="file written by DriftMonitor(save_to=...) on recent data")
-    made.add_argument(
-        "--psi-above", type=at_least(0, float), default=0.2, help="population stability index (default: 0.2)"
-    )
-    made.add_argument(
-        "--ks-above", type=at_least(0, float), default=0.1, help="Kolmogorov-Smirnov statistic (default: 0.1)"
-    )
+    made.add_argument("--psi-above", type=not_negative, default=0.2, help="population stability index (default: 0.2)")
+    made.add_argument("--ks-above", type=not_negative, default=0.1, help="Kolmogorov-Smirnov statistic (default: 0.1)")
     made.add_argument("--json", action="store_true", help="print the result as JSON")
     return made
 

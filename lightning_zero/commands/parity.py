@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_zero.commands.projects import project_of, project_parser, split_arguments, strategy_options
-from lightning_zero.commands.showing import at_least, print_json
+from lightning_zero.commands.showing import positive, print_json
 from lightning_zero.io.text import listed
 
 
@@ -48,18 +48,14 @@ def parser() -> argparse.ArgumentParser:
         "weight differs in any bit, or by more than 1e-6 if sums are taken in another order.",
         stages=[1, 2, 3],
     )
-    made.add_argument("--ranks", type=at_least(1), default=2, help="number of processes (default: 2)")
-    made.add_argument("--steps", type=at_least(1), default=3, help="number of optimizer steps (default: 3)")
+    made.add_argument("--ranks", type=positive, default=2, help="number of processes (default: 2)")
+    made.add_argument("--steps", type=positive, default=3, help="number of optimizer steps (default: 3)")
     return made
 
 
 def _said(comparison: Any, parsed: Any) -> str:
     if comparison.is_equal:
-        how = (
-            f"within {comparison.tolerance:g}: sums are taken in another order"
-            if comparison.tolerance
-            else "bit for bit"
-        )
+        how = f"within {comparison.tolerance:g} (sums in another order)" if comparison.tolerance else "bit for bit"
         return f"zero{comparison.stage}: the same as DDP, {how} (steps: {parsed.steps}, ranks: {parsed.ranks})."
     parts = []
     if comparison.loss is not None:

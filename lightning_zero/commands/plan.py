@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.commands.projects import project_of, project_parser, split_arguments, strategy_options
-from lightning_zero.commands.showing import at_least, print_json, size_of
+from lightning_zero.commands.showing import not_negative, positive, print_json, size_of
 from lightning_zero.io.annotations import matches
 from lightning_zero.io.paths import read_json
 from lightning_zero.io.text import in_bytes, print_table
@@ -108,14 +108,12 @@ def parser() -> argparse.ArgumentParser:
         "of many.",
         stages=[0, 1, 2, 3],
     )
-    made.add_argument("--ranks", type=at_least(1), help="world size (default: the Trainer's, or 1)")
+    made.add_argument("--ranks", type=positive, help="world size (default: the Trainer's, or 1)")
     made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu", "nvme", "activations"])
     made.add_argument(
-        "--machines",
-        type=at_least(1),
-        help="machines, each with the same number of ranks (default: the Trainer's, or 1)",
+        "--machines", type=positive, help="machines, each with the same number of ranks (default: the Trainer's, or 1)"
     )
-    made.add_argument("--micro-batch", type=at_least(1), nargs="+", help="samples per rank in each micro-batch")
+    made.add_argument("--micro-batch", type=positive, nargs="+", help="samples per rank in each micro-batch")
     made.add_argument(
         "--checkpointing",
         nargs="+",
@@ -124,9 +122,9 @@ def parser() -> argparse.ArgumentParser:
         help="activation checkpointing; partitioned: each tensor-parallel rank keeps a part of the activations",
     )
     made.add_argument(
-        "--accumulate", type=at_least(1), nargs="+", help="micro-batches per step (default: the Trainer's, or 1)"
+        "--accumulate", type=positive, nargs="+", help="micro-batches per step (default: the Trainer's, or 1)"
     )
-    made.add_argument("--clip", type=at_least(0, float), help="gradient_clip_val (default: the Trainer's)")
+    made.add_argument("--clip", type=not_negative, help="gradient_clip_val (default: the Trainer's)")
     made.add_argument("--memory", type=size_of, help="memory of the device, such as 80GB, to show which choices fit")
     made.add_argument("--resources", type=Path, help="file with the output of lightning-zero doctor --json")
     for name, does in _SPEEDS.items():

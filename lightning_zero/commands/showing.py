@@ -9,8 +9,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn, TextIO
 
 from lightning_zero.io.annotations import described
@@ -34,16 +35,15 @@ def size_of(text: str) -> int:
     return size
 
 
-def at_least(least: int, kind: type = int) -> Callable[[str], Any]:
-    """A ``type`` for argparse: numbers that are not below ``least``."""
+def _at_least(least: int, kind: type, text: str) -> Any:
+    with suppress(ValueError):
+        if (value := kind(text)) >= least:  # False for NaN
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} must be {described(kind, least)}")
 
-    def convert(text: str) -> Any:
-        with suppress(ValueError):
-            if (value := kind(text)) >= least:  # False for NaN
-                return value
-        raise argparse.ArgumentTypeError(f"{text!r} must be {described(kind, least)}")
 
-    return convert
+positive, not_negative = partial(_at_least, 1, int), partial(_at_least, 0, float)
+"""Each a ``type`` for argparse."""
 
 
 _stdout_for_json: TextIO | None = None

@@ -58,9 +58,8 @@ def train(config: DictConfig) -> None:
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
 
     trainer.fit(model, data, ckpt_path=config.resume)
-    metrics: dict[str, float] = {}
-    if trainer.enable_validation:
-        metrics = dict(*trainer.validate(model, data, verbose=False))
+    validated = trainer.validate(model, data, verbose=False) if trainer.enable_validation else []
+    metrics: dict[str, float] = dict(*validated)
 
     is_sharded = engine_of(model) is not None  # if so, all ranks must call sample()
     sample = model.sample() if hasattr(model, "sample") and (trainer.is_global_zero or is_sharded) else None

@@ -158,6 +158,8 @@ def _first_difference(stage: int, theirs: list[_Step], ours: list[_Step], tolera
 
 def _outside(a: Tensor, b: Tensor, tolerance: float) -> int:
     """The number of values that differ by more than ``tolerance`` or, if it is 0, of bytes that differ."""
+    if a.dtype != b.dtype:
+        return a.numel()
     if tolerance:
         return int((~a.isclose(b, tolerance, tolerance, equal_nan=True)).sum())
     return int((a.reshape(-1).view(torch.uint8) != b.reshape(-1).view(torch.uint8)).sum())
