@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -39,7 +41,7 @@ def drift_of(reference: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[st
 
     Raises:
         ImportError: if scipy is not installed.
-        ValueError: if a quantity of the reference has no values, either in the reference or in the recent data.
+        ValueError: if a quantity of the reference has no values but NaN, in the reference or in the recent data.
     """
     try:
         from scipy.stats import ks_2samp
@@ -47,12 +49,12 @@ def drift_of(reference: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[st
         raise ImportError('Drift cannot be computed without scipy: pip install "lightning_zero[drift]"') from None
     found = {}
     for name in reference:
-        if name not in recent or not len(reference[name]) or not len(recent[name]):
+        before, now = (values[~np.isnan(values)] for values in map(np.asarray, (reference[name], recent.get(name, []))))
+        if not len(before) or not len(now):
             raise ValueError(
                 f"there are no values of {name!r} to compare: the quantities are {sorted(reference)} in the reference, "
                 f"{sorted(recent)} in the recent data. Record both with the same DriftMonitor(values=...)."
             )
-        before, now = np.asarray(reference[name]), np.asarray(recent[name])
         ks, p = ks_2samp(before, now)
         found[name] = Drift(_psi(before, now), float(ks), float(p))
     return found
@@ -142,6 +144,17 @@ class DriftMonitor(Callback):
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """Read the values that a ``DriftMonitor`` has saved, by quantity name."""
-    with np.load(path) as file:
-        return dict(file)
+    """Read the values that a ``DriftMonitor`` has saved, by quantity name.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if the file contains anything else.
+    """
+    try:
+        with np.load(path) as file:
+            values = dict(file)
+        if all(each.ndim == 1 and each.dtype.kind in "iuf" for each in values.values()):
+            return values
+    except (AttributeError, ValueError, TypeError, EOFError, BadZipFile, zlib.error):
+        pass  # numpy's text recommends unpickling
+    raise ValueError(f"{path} has other contents than arrays of numbers, as DriftMonitor(save_to=...) writes them")

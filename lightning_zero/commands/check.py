@@ -62,7 +62,6 @@ RULES: dict[str, _Rule] = {
     ),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
     "trainer.val_check_interval": _ABOVE_0,
-    "trainer.limit_val_batches": _ABOVE_0,
     "trainer.devices": (lambda v: v == "auto" or (type(v) is int and v >= 1), '"auto" or an integer of at least 1'),
 }
 """Rules that neither a type nor ``LEAST`` expresses, for values that would also cause errors late."""
@@ -81,14 +80,7 @@ def check(config: DictConfig) -> DictConfig:
     assert isinstance(resolved, DictConfig)
     _check_values(resolved)
     if resolved.resume is not None:
-        from lightning_zero.checkpoint.files import Files
-
-        try:
-            exists = Files(str(resolved.resume)).exists
-        except Exception as error:  # libraries for object stores raise errors of their own
-            raise ConfigError(f"resume={resolved.resume}: cannot be looked up: {in_one_line(error)}") from error
-        if not exists:
-            raise ConfigError(f"resume={resolved.resume}: no such checkpoint")
+        _check_checkpoint(str(resolved.resume))
     if resolved.stage.get("_target_", "").endswith(".DDPStrategy"):
         _check_ddp(resolved.stage)
     if not resolved.trainer.get("enable_progress_bar", True):
@@ -97,6 +89,25 @@ def check(config: DictConfig) -> DictConfig:
     _check_packages(resolved)
     _check_made(resolved)
     return resolved
+
+
+def _check_checkpoint(path: str) -> None:
+    """Check that there is a checkpoint at a path or URL; only a local one is opened."""
+    from lightning_zero.checkpoint.files import Files
+    from lightning_zero.checkpoint.pickles import UnsafeFileError
+    from lightning_zero.checkpoint.reading import open_checkpoint
+
+    try:
+        files = Files(path)
+        exists = files.exists
+        if exists and files.is_local:
+            open_checkpoint(path)
+    except UnsafeFileError:
+        pass  # whether the checkpoint's objects are read depends on the strategy
+    except Exception as error:  # libraries for object stores raise errors of their own
+        raise ConfigError(f"resume={path}: {in_one_line(error)}") from error
+    if not exists:
+        raise ConfigError(f"resume={path}: no such checkpoint")
 
 
 def _check_ddp(stage: DictConfig) -> None:
@@ -193,15 +204,15 @@ def _check_packages(config: DictConfig) -> None:
 
 
 def _check_made(config: DictConfig) -> None:
-    """Check that the data can be read and all objects can be created; the model is created on the meta device."""
+    """Check that all objects can be created, and our own data read; the model is created on the meta device."""
     import torch
 
     from lightning_zero.planning.fake_run import quiet
 
-    def make_data(data: DictConfig) -> Any:
+    def make_data(data: DictConfig) -> None:
         made = instantiate(data)
-        made.setup()
-        return made.train_dataloader(), made.val_dataloader()
+        if data._target_.startswith("lightning_zero."):
+            made.setup("fit")  # a project's own hooks may need a Trainer, which calls them in the ranks
 
     def make_model(model: DictConfig) -> None:
         with torch.device("meta"):

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import asdict, replace
 from typing import Any
 
-from lightning_zero.commands.showing import Parser, print_json
+from lightning_zero.commands.showing import Parser, positive, print_json
 from lightning_zero.io.text import in_bytes, print_table
 
 
@@ -18,8 +18,8 @@ def parser() -> Parser:
         prog="lightning-zero doctor",
         description="Measure this machine for lightning-zero plan --resources FILE, and report what works on it.",
     )
-    made.add_argument("--ranks", type=int, default=2, help="number of processes to measure together (default: 2)")
-    made.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    made.add_argument("--ranks", type=positive, default=2, help="number of processes to measure together (default: 2)")
+    made.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: cpu")
     made.add_argument("--disk", help="folder on the disk for offload='nvme' (default: the folder for temporary files)")
     made.add_argument("--json", action="store_true", help="print JSON, which lightning-zero plan --resources reads")
     return made
@@ -27,6 +27,8 @@ def parser() -> Parser:
 
 def main(arguments: list[str]) -> int:
     parsed = parser().parse_args(arguments)
+    if parsed.disk is not None and not os.path.isdir(parsed.disk):
+        parser().error(f"argument --disk: {parsed.disk!r} is not a folder: create it on the disk to measure")
     from lightning_zero.planning.measure import disk_bandwidth, host_memory, measure
     from lightning_zero.reporting.manifest import installed_packages, machine
 
@@ -45,7 +47,7 @@ def main(arguments: list[str]) -> int:
             f"The disk for offload='nvme' could not be measured ({error}): choose another with --disk FOLDER. "
             f"Without a measurement, plans assume {in_bytes(resources.disk_bandwidth)}/s."
         )
-    about |= {"memory_bytes": host_memory(), "free_on_disk_bytes": shutil.disk_usage(tempfile.gettempdir()).free}
+    about |= {"memory_bytes": host_memory(), "free_on_disk_bytes": shutil.disk_usage(about["disk"]).free}
     shown = ("python", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "lightning_zero")
     versions = {name: version for name, version in installed_packages().items() if name in shown}
     found = {"versions": versions, "machine": {**machine(), **about}, "resources": asdict(resources)}

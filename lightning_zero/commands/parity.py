@@ -8,13 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_zero.commands.projects import project_of, project_parser, split_arguments, strategy_options
-from lightning_zero.commands.showing import print_json
+from lightning_zero.commands.showing import positive, print_json
 from lightning_zero.io.text import listed
 
 
 def main(arguments: list[str]) -> int:
     own, of_script = split_arguments(arguments)
-    parsed = parser().parse_args(own)
+    parsed = parser().parse_intermixed_args(own)
     if not parsed.project:
         parser().error("specify what to train: package.module:Module, train.py or model=gpt_tiny")
     sys.path.insert(0, "")
@@ -45,17 +45,18 @@ def parser() -> argparse.ArgumentParser:
     made = project_parser(
         "parity",
         "Train the same few steps under DDP and under ZeRO in processes on the CPU. The exit code is 1 if a loss or a "
-        "weight differs in any bit.",
+        "weight differs in any bit, or by more than 1e-6 if sums are taken in another order.",
         stages=[1, 2, 3],
     )
-    made.add_argument("--ranks", type=int, default=2, help="number of processes (default: 2)")
-    made.add_argument("--steps", type=int, default=3, help="number of optimizer steps (default: 3)")
+    made.add_argument("--ranks", type=positive, default=2, help="number of processes (default: 2)")
+    made.add_argument("--steps", type=positive, default=3, help="number of optimizer steps (default: 3)")
     return made
 
 
 def _said(comparison: Any, parsed: Any) -> str:
     if comparison.is_equal:
-        return f"zero{comparison.stage}: the same as DDP, bit for bit (steps: {parsed.steps}, ranks: {parsed.ranks})."
+        how = f"within {comparison.tolerance:g} (sums in another order)" if comparison.tolerance else "bit for bit"
+        return f"zero{comparison.stage}: the same as DDP, {how} (steps: {parsed.steps}, ranks: {parsed.ranks})."
     parts = []
     if comparison.loss is not None:
         theirs, ours = (", ".join(f"{loss:.9g}" for loss in losses) for losses in comparison.loss)

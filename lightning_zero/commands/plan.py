@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.commands.projects import project_of, project_parser, split_arguments, strategy_options
-from lightning_zero.commands.showing import print_json, size_of
+from lightning_zero.commands.showing import not_negative, positive, print_json, size_of
 from lightning_zero.io.annotations import matches
 from lightning_zero.io.paths import read_json
 from lightning_zero.io.text import in_bytes, print_table
@@ -18,7 +18,7 @@ from lightning_zero.io.text import in_bytes, print_table
 
 def main(arguments: list[str]) -> int:
     own, of_script = split_arguments(arguments)
-    parsed = parser().parse_args(own)
+    parsed = parser().parse_intermixed_args(own)
     if parsed.paper:
         return _paper(parsed)
     if not parsed.project:
@@ -108,12 +108,12 @@ def parser() -> argparse.ArgumentParser:
         "of many.",
         stages=[0, 1, 2, 3],
     )
-    made.add_argument("--ranks", type=int, help="world size (default: the Trainer's, or 1)")
+    made.add_argument("--ranks", type=positive, help="world size (default: the Trainer's, or 1)")
     made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu", "nvme", "activations"])
     made.add_argument(
-        "--machines", type=int, help="machines, each with the same number of ranks (default: the Trainer's, or 1)"
+        "--machines", type=positive, help="machines, each with the same number of ranks (default: the Trainer's, or 1)"
     )
-    made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank in each micro-batch")
+    made.add_argument("--micro-batch", type=positive, nargs="+", help="samples per rank in each micro-batch")
     made.add_argument(
         "--checkpointing",
         nargs="+",
@@ -121,8 +121,10 @@ def parser() -> argparse.ArgumentParser:
         choices=["off", "on", "partitioned"],
         help="activation checkpointing; partitioned: each tensor-parallel rank keeps a part of the activations",
     )
-    made.add_argument("--accumulate", type=int, nargs="+", help="micro-batches per step (default: the Trainer's, or 1)")
-    made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
+    made.add_argument(
+        "--accumulate", type=positive, nargs="+", help="micro-batches per step (default: the Trainer's, or 1)"
+    )
+    made.add_argument("--clip", type=not_negative, help="gradient_clip_val (default: the Trainer's)")
     made.add_argument("--memory", type=size_of, help="memory of the device, such as 80GB, to show which choices fit")
     made.add_argument("--resources", type=Path, help="file with the output of lightning-zero doctor --json")
     for name, does in _SPEEDS.items():

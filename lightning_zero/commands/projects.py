@@ -91,7 +91,7 @@ def _of_config(overrides: list[str]) -> Any:
 
     try:
         with initialize_config_module("lightning_zero.conf", version_base="1.3"):
-            config = compose("train", [*overrides, "folder=."])
+            config = compose("train", [*map(quote_stage, overrides), "folder=."])
         of_trainer = dict(config.trainer)
         # the configured devices need not be on this machine
         config.trainer.update(accelerator="cpu", devices=1, num_nodes=1)
@@ -100,6 +100,12 @@ def _of_config(overrides: list[str]) -> Any:
         raise ValueError(in_one_line(error)) from None
     data = partial(batches_of, instantiate(config.data))
     return Project(partial(instantiate, config.model), data, settings_of(of_trainer))
+
+
+def quote_stage(argument: str) -> str:
+    """stage=1,2 -> stage="1","2": Hydra parses bare numbers as integers, but option names must be strings."""
+    key, equals, value = argument.partition("=")
+    return key + equals + re.sub(r"(?<![\w\"'])(\d+)(?![\w\"'])", r'"\1"', value) if key == "stage" else argument
 
 
 def _found(name: str) -> Callable[..., Any]:

@@ -10,8 +10,11 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn, TextIO
+
+from lightning_zero.io.annotations import described
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +33,17 @@ def size_of(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB, 5GB or 4GiB")
     return size
+
+
+def _at_least(least: int, kind: type, text: str) -> Any:
+    with suppress(ValueError):
+        if (value := kind(text)) >= least:  # False for NaN
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} must be {described(kind, least)}")
+
+
+positive, not_negative = partial(_at_least, 1, int), partial(_at_least, 0, float)
+"""Each a ``type`` for argparse."""
 
 
 _stdout_for_json: TextIO | None = None

@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_zero.commands.check import JobFailed, check, in_one_line
+from lightning_zero.commands.projects import quote_stage
 from lightning_zero.commands.showing import Parser, print_json
 from lightning_zero.io.text import print_table
 
@@ -58,7 +58,8 @@ def train(config: DictConfig) -> None:
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
 
     trainer.fit(model, data, ckpt_path=config.resume)
-    metrics: dict[str, float] = dict(*trainer.validate(model, data, verbose=False))  # none with limit_val_batches=0
+    validated = trainer.validate(model, data, verbose=False) if trainer.enable_validation else []
+    metrics: dict[str, float] = dict(*validated)
 
     is_sharded = engine_of(model) is not None  # if so, all ranks must call sample()
     sample = model.sample() if hasattr(model, "sample") and (trainer.is_global_zero or is_sharded) else None
@@ -75,6 +76,7 @@ class CompareJobs(Callback):
     """
 
     folder: ClassVar[Path | None] = None
+    has_job: ClassVar[bool] = False  # whether a job has started, in a folder of its own
     report: ClassVar[Path | None] = None  # path of a job's results.json or a sweep's comparison.json
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -118,6 +120,7 @@ def job(config: DictConfig) -> float | None:
     """
     from lightning_zero.commands.ranks import launch, ranks_exist
 
+    CompareJobs.has_job = True
     try:
         resolved = check(config)
         if ranks_exist():
@@ -157,12 +160,6 @@ def complain(text: str) -> None:
         time.sleep(_PATIENCE)
 
 
-def _quote_stage(argument: str) -> str:
-    """stage=1,2 -> stage="1","2": Hydra parses bare numbers as integers, but option names must be strings."""
-    key, equals, value = argument.partition("=")
-    return key + equals + re.sub(r"(?<![\w\"'])(\d+)(?![\w\"'])", r'"\1"', value) if key == "stage" else argument
-
-
 def parser() -> Parser:
     """Parser for Hydra's own options and --json."""
     made = Parser(
@@ -193,8 +190,10 @@ def show_help(overrides: list[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run the app with Hydra's arguments and return the exit code."""
-    given = parser().parse_args(arguments)  # reports an error in one line, where Hydra would print its usage
-    arguments = [argument for argument in arguments if argument != "--json"]
+    given = parser().parse_intermixed_args(arguments)  # reports an error in one line; Hydra would print its usage
+    options = [argument for argument in arguments if argument not in given.overrides and argument != "--json"]
+    arguments = [*options, *given.overrides]  # Hydra accepts no options between overrides
+    CompareJobs.folder, CompareJobs.has_job = None, False
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing several lines and exiting
     with tempfile.TemporaryDirectory() as nowhere:
@@ -202,12 +201,12 @@ def main(arguments: list[str]) -> int:
             # Ranks started by torchrun or SLURM run the same job, whose results go only to the folder of rank 0.
             arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
             arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-        sys.argv = ["lightning-zero", *map(_quote_stage, arguments)]
+        sys.argv = ["lightning-zero", *map(quote_stage, arguments)]
         app = hydra.main(config_path="pkg://lightning_zero.conf", config_name="train", version_base="1.3")(job)
         code = 0
         try:
             if given.help and not (given.config_dir or given.config_path or given.config_name):
-                show_help(list(map(_quote_stage, given.overrides)))
+                show_help(list(map(quote_stage, given.overrides)))
             else:
                 app()
         except JobFailed as error:
@@ -221,10 +220,15 @@ def main(arguments: list[str]) -> int:
             where = given.config_dir or given.config_path or "lightning_zero.conf"
             complain(f"a configuration file in {where} is damaged: {' '.join(str(error).split())}")
             code = 2
+        except OSError as error:
+            if CompareJobs.has_job or wants_traceback:
+                raise
+            complain(f"hydra.{'sweep' if given.multirun else 'run'}.dir: the folder cannot be created: {error}")
+            code = 2
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         if this_rank() == 0:
-            if CompareJobs.folder is not None:
+            if CompareJobs.folder is not None and CompareJobs.has_job:
                 CompareJobs.report = compare(CompareJobs.folder)
             if given.json and CompareJobs.report is not None and CompareJobs.report.exists():
                 print_json(json.loads(CompareJobs.report.read_text()))

@@ -129,7 +129,8 @@ def make_plans(
                 plans.append(_plan(run, samples_of(sized), resources, memory, **choice))
     left_out[:] = dict.fromkeys(left_out)  # each sentence once, not for every micro-batch
     if not plans:
-        raise ValueError(f"No combination can be planned. {' '.join(left_out)}")
+        reasons = {sentence.partition(": ")[2] for sentence in left_out}
+        raise ValueError(f"No combination can be planned. {' '.join(reasons if len(reasons) == 1 else left_out)}")
     return plans
 
 

@@ -198,6 +198,51 @@ def test_digits_are_learned(tmp_path: Path) -> None:
     assert "samples/s" in output
 
 
+OWN_DATA = """
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning_zero.zoo.digits import DigitsData
+
+class Requires(DigitsData):
+    def setup(self, stage):
+        assert self.trainer.world_size == 2
+        super().setup(stage)
+
+class Prepares(DigitsData):
+    def prepare_data(self):
+        super().setup()
+        torch.save(self.train.tensors, "prepared.pt")
+    def setup(self, stage):
+        self.train = self.validation = torch.utils.data.TensorDataset(*torch.load("prepared.pt"))
+
+class Minimal(LightningDataModule):
+    def train_dataloader(self):
+        prepared = DigitsData()
+        prepared.setup()
+        return prepared.train_dataloader()
+"""
+
+
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.parametrize(
+    ("choice", "is_validated"),
+    [
+        ("own.Requires", True),
+        ("own.Prepares", True),
+        ("own.Minimal", False),
+        ("lightning_zero.zoo.digits.DigitsData trainer.limit_val_batches=0", False),
+    ],
+)
+def test_data_trains_with_whichever_hooks_of_lightning_it_has(tmp_path: Path, choice: str, is_validated: bool) -> None:
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    arguments = ["data=digits", *f"data._target_={choice}".split(), "~data.batch_size", "model=vit_tiny"]
+    arguments += ["debug=short", "trainer.enable_progress_bar=false", "logger=csv", "hydra.run.dir=job"]
+    code, _, errors = finish(start("train", *arguments, folder=tmp_path, path=(tmp_path,)))
+    assert code == 0, errors
+    found = results(tmp_path / "job")
+    assert found["steps"] == 10 and ("loss" in found["validation"]) == is_validated
+
+
 @pytest.mark.exhaustive
 def test_a_job_continues_when_its_output_is_no_longer_read(tmp_path: Path, alone: tuple[Path, str]) -> None:
     arguments = [*TINY, "trainer.enable_progress_bar=true", "hydra.run.dir=job"]

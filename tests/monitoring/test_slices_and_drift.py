@@ -194,3 +194,24 @@ def test_the_drift_commands_exit_code_says_whether_something_drifted(
     assert command.main([reference, moved, "--psi-above", "100", "--ks-above", "1"]) == 0
     assert command.main([reference, str(tmp_path / "none.npz")]) == 2
     assert "none.npz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["text", "npy", "cut", "strings", "objects", "NaN"])
+def test_the_drift_command_refuses_other_files_in_one_line_that_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    reference, other = str(tmp_path / "reference.npz"), tmp_path / "other.npz"
+    np.savez(reference, x=np.arange(20.0))
+    values = {"strings": np.array(["a", "b"]), "objects": np.array([{}, {}]), "NaN": np.full(20, np.nan)}
+    np.savez(other, x=values.get(content, np.arange(20.0)))
+    if content == "text":
+        other.write_text("x")
+    elif content == "npy":
+        with other.open("wb") as file:
+            np.save(file, np.arange(20.0))
+    elif content == "cut":
+        other.write_bytes(other.read_bytes()[:100])
+    assert command.main([reference, str(other)]) == 2
+    errors = capsys.readouterr().err
+    said = "there are no values of 'x' to compare" if content == "NaN" else f"{other} has other contents than arrays"
+    assert errors.startswith(f"lightning-zero drift: {said}") and errors.count("\n") == 1 and "pickle" not in errors

@@ -219,7 +219,7 @@ def test_a_script_of_pytorch_lightning_is_planned(capsys, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_configuration_is_planned_as_train_would_run_it(capsys):
-    overrides = ["model=vit_tiny", "data=digits", "trainer.devices=4", "precision=bf16-mixed"]
+    overrides = ["model=vit_tiny", "data=digits", "stage=2", "trainer.devices=4", "precision=bf16-mixed"]
     assert main([*overrides, "--stage", "3", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
     assert plan["ranks"] == 4 and plan["micro_batch"] == 32
@@ -346,13 +346,12 @@ def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):
         (["no_script.py"], "there is no script 'no_script.py': pass a script's path, package.module:Name"),
         (["tests/planning/projects.py"], "tests/planning/projects.py ended without a call to Trainer.fit"),
         (["model=gpt_huge"], "model=gpt_huge: no such option; there are gpt_medium, gpt_small, gpt_tiny, vit_tiny"),
-        ([*PROJECT, "--ranks", "0"], "ranks=0 must be at least 1"),
         ([*PROJECT[:2], "--batch", "float[4]", "four[4]"], "'four[4]' must be package.module:function, or tensors"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(capsys, arguments, message):
     assert main(arguments) == 2
-    assert message in capsys.readouterr().err
+    assert capsys.readouterr().err.count(message) == 1
 
 
 @pytest.mark.parametrize(
@@ -393,22 +392,9 @@ def test_plans_use_the_speeds_that_doctor_measured(capsys, tmp_path):
     assert plan["seconds_per_step"] > 0 and plan["fits"]
 
 
-def test_a_disk_that_cannot_be_measured_is_reported_by_doctor(capsys, tmp_path):
-    (tmp_path / "file").touch()
-    assert doctor.main(["--ranks", "1", "--disk", str(tmp_path / "file")]) == 0
+def test_a_disk_that_cannot_be_measured_is_reported_by_doctor(capsys):
+    assert doctor.main(["--ranks", "1", "--disk", "/proc"]) == 0
     assert "The disk for offload='nvme' could not be measured" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("ranks", ["0", "-2"])
-def test_doctor_refuses_to_measure_less_than_one_rank(capsys, ranks):
-    assert doctor.main(["--ranks", ranks]) == 1
-    assert f"lightning-zero doctor: ranks={ranks} must be at least 1." in capsys.readouterr().err
-
-
-@pytest.mark.exhaustive
-def test_a_device_that_does_not_exist_ends_doctor_with_one_line(capfd):
-    assert doctor.main(["--ranks", "2", "--device", "nowhere"]) == 1
-    assert "lightning-zero doctor: You selected an invalid accelerator name" in capfd.readouterr().err
 
 
 @pytest.mark.exhaustive
