@@ -130,7 +130,9 @@ def make_plans(
     left_out[:] = dict.fromkeys(left_out)  # each sentence once, not for every micro-batch
     if not plans:
         reasons = {sentence.partition(": ")[2] for sentence in left_out}
-        raise ValueError(f"No combination can be planned. {' '.join(reasons if len(reasons) == 1 else left_out)}")
+        raise ValueError(
+            f"No combination can be planned. {' '.join(reasons if len(reasons) == 1 < len(left_out) else left_out)}"
+        )
     return plans
 
 
