@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.asynchronous import BackgroundWork, own_stream
 from lightning_zero.engine.comm.simulation import SameThread, SimulatedFile, Simulation
-from lightning_zero.engine.compat import tree_map_only, without_hooks
+from lightning_zero.engine.compat import address_of, tree_map_only, without_hooks
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory, huge_memory
@@ -253,12 +253,9 @@ def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, N
     return run
 
 
-@torch.no_grad()
-def take_over_data(parameter: Tensor, values: Tensor) -> None:
-    """If user code has replaced ``parameter.data``, which was ``values``, copy the new values there and put it back."""
-    if not parameter.is_set_to(values):
-        values.copy_(parameter)
-        parameter.data = values
+def place_of(tensor: Tensor) -> Any:
+    """Identifies the memory of a tensor, also of a fake one."""
+    return address_of(tensor.untyped_storage()), tensor.storage_offset(), tensor.stride()
 
 
 def of_no_parameter(states: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -336,7 +333,8 @@ class Update(NamedTuple):
         }
         self.unhooked.step(alone)  # not the instance's ``step``, which schedulers replace
         for parameter, each in zip(parameters, values):
-            take_over_data(parameter, each)
+            if place_of(parameter) != place_of(each):  # ``step`` has replaced its ``data``
+                each.copy_(parameter.detach())
         after = [alone.state[parameter] for parameter in parameters]
         for each, before in zip(after, states):
             if before:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.config import LOW_PRECISION
-from lightning_zero.engine.offload import take_over_data
+from lightning_zero.engine.offload import place_of
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import local_range_of
@@ -36,7 +36,7 @@ class Master:
         shape = run[0].share.own_shape
         has_shape = is_whole(self.bucket) and shape != () and part.numel() == shape.numel()
         self.tensor = nn.Parameter(part.view(shape) if has_shape else part)
-        self._address = part.data_ptr()  # not a tensor, which would count as one that user code keeps
+        self._place = place_of(self.tensor)  # not a tensor, which would count as one that user code keeps
         self.device = self.bucket.residency.device
         self.bucket.has_master(self)
 
@@ -56,8 +56,10 @@ class Master:
 
     def take_over_data(self) -> None:
         """Copy values that an optimizer's ``step`` has assigned to ``data`` to the shard."""
-        if self.tensor.data_ptr() != self._address:
-            take_over_data(self.tensor, self.bucket.residency.leaf(self.range).view_as(self.tensor))
+        if place_of(self.tensor) != self._place:
+            values = self.bucket.residency.leaf(self.range).view(self.tensor.shape)
+            values.copy_(self.tensor.detach())
+            self.tensor.data = values
 
     def write_state(self, key: str, values: Tensor) -> None:
         """Write the optimizer state ``key`` to the disk, in a field that may have to be added."""
