@@ -47,8 +47,8 @@ NORMS = {"norm": 2.0, "inf": float("inf")}
 BOUND = 1e-9
 """Relative and absolute bound in fp64: rounding stays below it, so that only wrong numbers exceed it."""
 
-LOW_BOUND = 0.1
-"""The same where forward and backward passes are in bfloat16; the reference computes them in fp64."""
+LOW_BOUND = 0.2
+"""The same where forward and backward passes are in bfloat16; plain torch was seen to differ by 0.16 there."""
 
 
 def execute(program: Program) -> str | None:
