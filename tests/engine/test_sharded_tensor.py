@@ -619,7 +619,7 @@ class SignsOfConvolution(nn.Conv1d):
     """Autograd saves this weight itself, not a transposition, so that backward uses what ``data`` is by then."""
 
     def forward(self, x):
-        full = self.weight.data
+        full = self.weight.data if self.in_channels == 3 else self.weight.detach()
         self.weight.data = full.sign()
         y = super().forward(x)
         self.weight.data = full * 1.5 if self.in_channels == 3 else full

@@ -55,7 +55,7 @@ class SavedTensors:
                 bucket = bucket_of.get(address_of(tensor.untyped_storage()))
             else:
                 bucket = showing(tensor)
-                if bucket is None and (slot := slot_of(tensor)) is not None and slot.read_as_data:
+                if bucket is None and (slot := slot_of(tensor)) is not None and slot.read_as_data is not None:
                     # its module has replaced ``data``; without hooks, backward uses what a parameter's data is by then
                     bucket, tensor = slot.bucket, tensor.detach()
                     tensor.data = bucket.segment_view(slot.index)
