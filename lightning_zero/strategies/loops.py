@@ -147,7 +147,7 @@ def log_graphs(trainer: Trainer, module: LightningModule | None, wrappers: Wrapp
     for logger in trainer.loggers if getattr(trainer, "enable_autolog_hparams", True) else ():
         if module is not None and not any(parameter.is_meta for parameter in module.parameters()):
             logger.log_graph(module)
-        wrappers.put(logger, "log_graph", lambda *_: None)
+        wrappers.put(logger, "log_graph", lambda *_, **__: None)
 
 
 def read_for_loggers(no_experiment: type, wrappers: Wrappers) -> None:

@@ -255,7 +255,7 @@ class _Indices:
         indices = iter(self._sampler)
         first = list(islice(indices, 1))
         begin = _checksum(first)
-        if self._skipped and self._begin in (begin, None):
+        if self._skipped and (begin == self._begin or None in (begin, self._begin)):
             first = list(islice(indices, self._skipped - 1, self._skipped))
         self._begin = begin
         if self._rng is not now:
@@ -266,11 +266,17 @@ class _Indices:
         return len(self._sampler)
 
 
-def _checksum(indices: Any) -> int:
-    """A checksum of the first index in nested lists: that of the first batch's first sample, whatever its size."""
+def _checksum(indices: Any) -> int | None:
+    """A checksum of the first index in nested lists: that of the first batch's first sample, whatever its size.
+
+    None for an index that cannot be pickled, which nothing requires in a loader without workers.
+    """
     while isinstance(indices, (list, tuple)) and indices:
         indices = indices[0]
-    return zlib.crc32(pickle.dumps(indices))
+    try:
+        return zlib.crc32(pickle.dumps(indices))
+    except Exception:
+        return None
 
 
 def _generators_of(loader: Any) -> list[torch.Generator]:
