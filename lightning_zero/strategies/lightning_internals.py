@@ -66,10 +66,10 @@ multiprocessing_launcher = attrgetter("strategies.launchers._MultiProcessingLaun
 """A package's class that spawns or forks ranks; it has no public name."""
 
 tuner_exit = attrgetter("utilities.exceptions._TunerExitException")
+"""A package's exception by which the tuner ends a run on every rank: it is not a failure."""
 
 no_experiment = attrgetter("loggers.logger.DummyExperiment")
 """The class of a logger's ``experiment`` on all ranks but the first: all its attributes are the method ``nop``."""
-"""A package's exception by which the tuner ends a run on every rank: it is not a failure."""
 
 
 def is_absent(optimizer: Any) -> bool:

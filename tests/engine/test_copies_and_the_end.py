@@ -553,10 +553,6 @@ def test_a_module_may_be_sharded_repeatedly(run_on, world_size, stage):
     run_on(world_size, fitted_twice, stage=stage)
 
 
-def plain(tensor):
-    return tensor.whole().detach().clone()
-
-
 def copies_of_different_origins():
     """Rank 0 has made more copies of a parameter than the others: copies are not confused between ranks."""
     module, _, _, engine = make(3)
@@ -577,6 +573,10 @@ def copies_of_different_origins():
                 kept.sum()
         else:
             same(kept, value)
+
+
+def plain(tensor):
+    return tensor.whole().detach().clone()
 
 
 def test_copies_are_never_mixed_up_when_ranks_have_made_different_numbers_of_them(run_on):

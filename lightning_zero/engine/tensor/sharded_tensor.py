@@ -328,11 +328,10 @@ class ShardedTensor(WrapperTensor):
                 return  # an alias
             self.slot.detach_aliases()
         elif self.is_copy:  # which shares memory only with its own aliases
-            copy = ShardedTensor(self.slot, local_range_of(value.detach(), self.slot).to(self.local, copy=True))
             own = value.own_values if isinstance(value, ShardedTensor) else value
+            self.show(local_range_of(value.detach(), self.slot).to(self.local, copy=True), Copy())
             if own is not None and not isinstance(own, WrapperTensor):
-                copy.write_whole(own.to(self.device, copy=True))
-            self.show(copy.local, copy.keep)
+                self.write_whole(own.to(self.device, copy=True))
             return
         WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
