@@ -931,7 +931,7 @@ class Constrained(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.codes = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(4, WIDTH), requires_grad=False)
-        self.kept, self.row, self.column, self.count = [], None, 0.0, 0
+        self.kept, self.row, self.column, self.first, self.count = [], False, 0.0, None, 0
 
     def forward(self, x):
         with torch.no_grad():
@@ -941,6 +941,9 @@ class Constrained(nn.Module):
         self.kept, self.row = [self.linear.weight], self.linear.weight[0].detach()
         if self.count:
             self.column = self.linear.weight[:, 0].detach()
+        if self.count == 1:
+            del self.first  # as many attributes as before, with another name
+            self.second = self.linear.weight[1].detach()
         self.count += 1
         return x + self.linear(x) + self.codes.sum(0)
 
@@ -959,7 +962,7 @@ def write_in_forward():
         torch.testing.assert_close(losses, expected, rtol=0, atol=0)
         for part, theirs in zip((module.blocks[1], module.last), seen):
             assert part.kept[0].shape == theirs.shape, "what a forward has kept is not read"
-            for view in (part.row, part.column):
+            for view in (part.row, part.column, part.second):
                 assert view.untyped_storage().nbytes() and view.isfinite().all(), "what a forward has kept is not read"
         weights = engine.full_state_dict()
         engine.close()

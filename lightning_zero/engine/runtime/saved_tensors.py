@@ -137,18 +137,17 @@ class Attributes:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        names: list[str] = []
-        self._found = [(weakref.ref(module), 0, names) for module in modules if not isinstance(module, ScriptModule)]
+        self._found: list[tuple[weakref.ref[nn.Module], frozenset[str], list[str]]] = [
+            (weakref.ref(module), frozenset(), []) for module in modules if not isinstance(module, ScriptModule)
+        ]
 
     def that_may_hold_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Yield holder and name of each buffer, and of each attribute that is now a tensor, list, tuple or dict."""
-        for position, (reference, count, names) in enumerate(self._found):
+        for position, (reference, known, names) in enumerate(self._found):
             holder = vars(module) if (module := reference()) is not None else {}
-            if len(holder) != count:
-                # Skip flags and strings for speed; a number may be what a tensor later replaces.
-                of_interest = (name for name, value in holder.items() if not isinstance(value, (bool, str)))
-                names = [name for name in of_interest if name not in _OF_EVERY_MODULE]
-                self._found[position] = reference, len(holder), names
+            if holder.keys() != known:
+                names = [name for name in holder if name not in _OF_EVERY_MODULE]
+                self._found[position] = reference, frozenset(holder), names
             for name in names:
                 if isinstance(holder.get(name), (Tensor, list, tuple, dict)):
                     yield holder, name
