@@ -274,13 +274,7 @@ class Update(NamedTuple):
     dtype: torch.dtype  # dtype of step counts
 
     @classmethod
-    def of(
-        cls,
-        optimizer: Optimizer,
-        group: dict[str, Any],
-        device: torch.device,
-        own: dict[Any, Any],
-    ) -> Update:
+    def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
         """Make an update that runs on the CPU.
 
         For a module on another device, tensors among the options are copied to the CPU, a fused kernel is the default,
@@ -288,7 +282,6 @@ class Update(NamedTuple):
 
         Args:
             device: the module's device.
-            own: the result of ``of_no_parameter``.
         """
 
         def kept(value: Any) -> Any:
@@ -305,21 +298,13 @@ class Update(NamedTuple):
             options["capturable"] = False
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         attributes = {key: kept(value) for key, value in vars(optimizer).items()}
-        attributes["state"] = tree_map_only(Tensor, kept, own)
+        attributes["state"] = tree_map_only(Tensor, kept, of_no_parameter(optimizer.state))
         return cls(kind, _without_hooks(kind), attributes, options, dtype)
 
-    def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
-        """Update one tensor and its state in place, as the optimizer's ``step`` does; return the state.
-
-        May be called in any thread.
-        """
-        (after,) = self.act_on([values], [gradient], [state])
-        return after
-
-    def act_on(
+    def act(
         self, values: Sequence[Tensor], gradients: Sequence[Tensor | None], states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Update several tensors in one ``step``, like ``act``."""
+        """Update tensors and their states in place, as one ``step`` does; return the states. For any thread."""
         parameters = [nn.Parameter(each) for each in values]
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = _on_device_of(gradient, parameter) if gradient is not None else None

@@ -128,7 +128,7 @@ def updated(
     the dtype of the update. Otherwise it is done in chunks if that is faster, with bitwise equal results.
     """
     if gradient is None or not (master.rounds or gains_by_chunks(update.kind, update.group, values)):
-        return update.act(values, gradient, state)
+        return update.act([values], [gradient], [state])[0]
     plan, flat, flat_gradient = master.bucket.residency.plan, values.view(-1), gradient.view(-1)
     fields = {key: value.view(-1) for key, value in state.items() if is_by_element(key, value, values.shape)}
     small = {key: value for key, value in state.items() if key not in fields}
@@ -139,7 +139,7 @@ def updated(
         own = [_widened(flat[part], plan.update_dtype) for part in together]
         given = [{key: _widened(value[part], plan.update_dtype) for key, value in fields.items()} for part in together]
         before = [each | {key: copied(value) for key, value in small.items()} for each in given]
-        results = update.act_on(own, [flat_gradient[part] for part in together], before)
+        results = update.act(own, [flat_gradient[part] for part in together], before)
         for part, chunk, known, result in zip(together, own, given, results):
             if flat.dtype in LOW_PRECISION:
                 _write(update, master, part, chunk, flat, "parameter")
@@ -175,18 +175,16 @@ def update_offloaded(
     optimizer: Optimizer,
     buckets: Mapping[Bucket, Sequence[tuple[int, Master]]],
     gradients: Mapping[Master, Tensor | None],
-    own: dict[Any, Any],
 ) -> None:
     """Start to update the masters of offloaded buckets in the background, with the current options of their groups.
 
     Args:
         buckets: each bucket's masters, each preceded by the number of its group.
-        own: the entries of the optimizer's state that belong to no parameter, from before the step.
     """
     for bucket, masters in buckets.items():
         device, groups = bucket.full.device, optimizer.param_groups
         numbers = {number for number, _ in masters}
-        update_of = {number: Update.of(optimizer, groups[number], device, own) for number in numbers}
+        update_of = {number: Update.of(optimizer, groups[number], device) for number in numbers}
         wanted = [(update_of[number], master, gradients[master]) for number, master in masters if master.is_here]
         bucket.update_in_background(partial(_update, optimizer, bucket, wanted))
 
