@@ -12,7 +12,7 @@ from lightning_zero.engine.compat import foreach_copy, foreach_zero
 from lightning_zero.engine.config import full_precision
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
+from lightning_zero.engine.state.gradient_shard import Accumulated, GradientShard, shown_by
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
@@ -57,6 +57,7 @@ class BucketGradients:
         self._streams: list[torch.Stream] = []  # streams that computed gradients; each has waited for the one before it
         # sums that ``add_local`` has shown as ``p.grad``: the sum, the tensor in ``p.grad``, its version
         self._unreduced: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._included: set[int] = set()  # parameters whose earlier sums a running reduction over machines includes
         self._local: dict[int, Tensor] = {}  # ``p.grad`` that the user had set, taken for the running reductions
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
@@ -193,6 +194,7 @@ class BucketGradients:
             self.bucket.parameter(index).grad = None
             self._forget_local(index)
         self._local.clear()
+        self._included.clear()
 
     def _make_flat(self) -> Tensor:
         device, home = self.bucket.full.device, self.bucket.streams.home
@@ -226,11 +228,19 @@ class BucketGradients:
         if self.bucket.part is None or not self.crosses:
             return None
         with torch.no_grad():
-            total = self._sum_of(pending)
-            shard = self._accumulating_shard(slots_of(self.bucket))
-            if shard is not None and (accumulated := shard.take()) is not None:
-                total.add_(accumulated, alpha=self.bucket.layout.world_size)  # undoes ``_mean_of``
-            return self._reduce_across(total)
+            return self._reduce_across(self._add_earlier(self._sum_of(pending), self.bucket.layout.world_size))
+
+    def _add_earlier(self, part: Tensor, factor: int = 1) -> Tensor:
+        """Add, times ``factor``, the sums within this machine to which each ``p.grad`` refers; return ``part``."""
+        layout, (begin, _) = self.bucket.layout, self.bucket.layout.own_part
+        for slot in slots_of(self.bucket):
+            shown = shown_by(slot.parameter.grad, slot)
+            if shown is not None and (earlier := shown.shard.accumulated) is not None:
+                start, stop = layout.range_in_part(slot.index)
+                own = slice(start - begin, stop - begin)
+                part[own].add_(earlier.part[own], alpha=factor)
+                self._included.add(slot.index)
+        return part
 
     def _held(self, pending: Pending) -> Pending:
         """Count the memory of a reduction, until ``_sum_of`` has ended it."""
@@ -291,50 +301,27 @@ class BucketGradients:
             foreach_zero(blank)
 
     def finish_reduction(self, pending: Pending) -> GradientShard:
-        """Wait for a reduction, add its result to the gradient shard, and return the shard."""
+        """Wait for a reduction, and return a gradient shard of its result and of what each ``p.grad`` has so far."""
         with torch.no_grad():
-            total, slots = self._mean_of(pending), slots_of(self.bucket)
+            total, slots, layout = self._mean_of(pending), slots_of(self.bucket), self.bucket.layout
+            arrival = accumulated = None
             if self.bucket.part is not None and not self.crosses:
-                return self._accumulate_within(total, slots)
-            if self._dtype_at_rest != self._dtype and not self._is_of_several(slots):
-                total = total.to(self._dtype_at_rest)
-            arrival = None
-            if self.bucket.updates is not None and self.bucket.updates.gradients:
-                total, arrival = self.bucket.updates.to_host(total)
-            shard = shard_of_all(slots)
-            if shard is not None and not shard.is_taken:  # as in every micro-batch except the first
-                shard.add(total, arrival)
+                accumulated = Accumulated(self._add_earlier(total), self._sum_over_machines)
+                (begin, _), (low, high) = layout.own_part, layout.own_range
+                total = total[low - begin : high - begin]
             else:
-                shard = GradientShard(total, self.bucket.layout.own_spans, arrival, self.bucket.ledger)
-                shard.take_over(slots)
+                if self._dtype_at_rest != self._dtype and not self._is_of_several(slots):
+                    total = total.to(self._dtype_at_rest)
+                if self.bucket.updates is not None and self.bucket.updates.gradients:
+                    total, arrival = self.bucket.updates.to_host(total)
+            shard = GradientShard(total, layout.own_spans, arrival, self.bucket.ledger, accumulated)
+            shard.take_over(slots, self._included)
+            self._included.clear()
         return shard
 
     def _is_of_several(self, slots: list[BucketSlot]) -> bool:
         """Whether gradients are a sum of several micro-batches, or further micro-batches follow."""
         return not self.crosses or self.continues or any(slot.parameter.grad is not None for slot in slots)
-
-    def _accumulate_within(self, total: Tensor, slots: list[BucketSlot]) -> GradientShard:
-        """Add a sum within this machine to the gradient shard, which then lacks the other machines' gradients."""
-        layout, shard = self.bucket.layout, self._accumulating_shard(slots)
-        (begin, _), (low, high) = layout.own_part, layout.own_range
-        own = slice(low - begin, high - begin)
-        if shard is None:
-            shard = GradientShard(total[own], layout.own_spans, None, self.bucket.ledger)
-            shard.take_over(slots)
-        shard.accumulate(total, own, self._sum_over_machines)
-        return shard
-
-    def _accumulating_shard(self, slots: list[BucketSlot]) -> GradientShard | None:
-        """Return the shard to which ``.grad`` refers, or None. Where ``.grad`` is None, the shard is zeroed first."""
-        held = [slot for slot in slots if slot.parameter.grad is not None]
-        shard = shard_of_all(held)
-        if shard is not None:
-            layout, ranges = self.bucket.layout, {}
-            for slot in set(slots).difference(held):
-                start, stop = layout.range_in_part(slot.index)
-                ranges[slot] = slice(start - layout.own_part[0], stop - layout.own_part[0])
-            shard.clear(ranges)
-        return shard
 
     def show(self, used: list[bool], shard: GradientShard) -> None:
         """Set ``p.grad`` to the reduced gradient, for the parameters that had a gradient on any rank.

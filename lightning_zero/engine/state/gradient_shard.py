@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -35,17 +35,6 @@ class ShownGradient:
         self.shard.complete()
 
 
-class _Count:
-    """One object's bytes in a category of a ledger; ``set`` changes the number."""
-
-    def __init__(self, ledger: Ledger, category: str) -> None:
-        self.ledger, self._category, self._nbytes = ledger, category, 0
-
-    def set(self, nbytes: int) -> None:
-        self.ledger.add(self._category, nbytes - self._nbytes)
-        self._nbytes = nbytes
-
-
 class Accumulated(NamedTuple):
     """Gradients of this rank's part of a bucket, summed within a machine, and the function that completes the sum."""
 
@@ -65,10 +54,7 @@ class GradientShard:
     Args:
         spans: layout of ``flat``, see ``BucketLayout.own_spans``.
         arrival: background copy that fills ``flat``; None if ``flat`` is already filled.
-
-    Attributes:
         accumulated: sums within this machine, of which ``flat`` is a range; None if there are none.
-        is_taken: whether ``take`` has returned ``accumulated``, which a running reduction then includes.
     """
 
     def __init__(
@@ -77,14 +63,14 @@ class GradientShard:
         spans: Spans,
         arrival: BackgroundWork | None,
         ledger: Ledger,
+        accumulated: Accumulated | None = None,
     ) -> None:
-        self._flat, self._spans, self._arrival = flat, spans, arrival
+        self._flat, self._spans, self._arrival, self._ledger = flat, spans, arrival, ledger
         self._shown: weakref.WeakSet[ShownGradient] = weakref.WeakSet()
-        self.accumulated: Accumulated | None = None
-        self.is_taken = False
-        self._count = _Count(ledger, "gradients" if arrival is None else "host")
-        self._count.set(flat.nbytes)
-        weakref.finalize(self, self._count.set, 0)
+        self.accumulated = accumulated
+        held = flat if accumulated is None else accumulated.part
+        self._category = "gradients" if arrival is None else "host"
+        ledger.hold(held, self._category)
 
     @property
     def flat(self) -> Tensor:
@@ -109,88 +95,35 @@ class GradientShard:
         """Return the gradients in a range of this rank's shard of the bucket, 1-D."""
         return self.flat[part]
 
-    def add(self, total: Tensor, arrival: BackgroundWork | None) -> None:
-        """Add the result of another reduction. Valid only if a ``.grad`` refers to each range of this shard."""
-        if arrival is not None:
-            arrival.result()
-        if self.flat.dtype != total.dtype:  # in bf16 until now (``masters=False``)
-            self._move(self.flat.to(total.dtype))
-        self.flat.add_(total)
-
-    # -- sums within a machine --------------------------------------------------------------------------------------
-
-    def accumulate(self, part: Tensor, own: slice, sum_over_machines: Callable[[Tensor], Tensor]) -> None:
-        """Add a sum within this machine.
-
-        Args:
-            part: the sum for this rank's part of the bucket.
-            own: the range of ``part`` that is this rank's shard.
-            sum_over_machines: a function that completes the sum and returns this rank's shard of it.
-        """
-        if self.accumulated is not None:
-            self.accumulated.part.add_(part)
-            return
-        before, mine = self.flat, part[own]
-        if before.data_ptr() != mine.data_ptr():  # ``before`` is already summed over machines; no other rank adds it
-            mine.add_(before.to(mine.device))
-        self._move(mine)
-        self._count.set(part.nbytes)
-        self.accumulated = Accumulated(part, sum_over_machines)
-
-    def clear(self, ranges: Mapping[BucketSlot, slice]) -> None:
-        """Set the gradients of parameters to zero. Tensors that still refer to them keep their values.
-
-        Args:
-            ranges: the parameters, each with its range within this rank's part of the bucket.
-        """
-        if kept := [shown for shown in self._shown if shown.slot in ranges]:
-            twin = GradientShard(self._arrived().clone(), self._spans, None, self._count.ledger)
-            if self.accumulated is not None:
-                part, sum_over_machines = self.accumulated
-                twin.accumulated = Accumulated(part.clone(), sum_over_machines)
-            parts = twin.parts()
-            for shown in kept:
-                self._shown.remove(shown)
-                twin._shown.add(shown)
-                shown.shard, shown.local.data = twin, parts[shown.slot.index]
-        parts = self.parts()
-        for slot, in_part in ranges.items():
-            parts[slot.index].zero_()
-            if self.accumulated is not None:
-                self.accumulated.part[in_part].zero_()
-
-    def take(self) -> Tensor | None:
-        """Return the sums within this machine, for a reduction whose result replaces this shard; None if none exist."""
-        if self.accumulated is None:
-            return None
-        self.is_taken = True
-        return self.accumulated.part
-
     def complete(self) -> None:
-        """Sum ``accumulated`` over machines, unless it is None or was taken. Collective if it is summed."""
-        if self.accumulated is not None and not self.is_taken:
+        """Sum ``accumulated`` over machines, unless it is None. Collective if it is summed."""
+        if self.accumulated is not None:
             total = self.accumulated.sum_over_machines(self.accumulated.part)
             self.accumulated = None  # only after the sum, which may raise
             self._move(total)
 
     def _move(self, flat: Tensor) -> None:
         """Replace the values of this shard, and of all gradients that refer to a range of it."""
-        self._flat = flat
-        self._count.set(flat.nbytes)
+        self._flat = self._ledger.hold(flat, self._category)
         parts = self.parts()
         for shown in self._shown:
             shown.local.data = parts[shown.slot.index]
 
-    def take_over(self, slots: list[BucketSlot]) -> None:
-        """Add sharded ``.grad`` values that this shard lacks; make gradients of an earlier shard refer to this one."""
+    def take_over(self, slots: list[BucketSlot], included: Collection[int] = ()) -> None:
+        """Add sharded ``.grad`` values that this shard lacks; make gradients of earlier shards refer to this one.
+
+        Args:
+            included: indices of the parameters whose earlier gradients this shard does not lack.
+        """
         # An ordinary tensor in ``.grad`` was local to this rank; the reduction has already included it.
         held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, WrapperTensor)]
         parts = self.parts() if held else {}
         for slot, gradient in held:
             part, shown = parts[slot.index], shown_by(gradient, slot)
-            if shown is None or not shown.shard.is_taken:
+            if slot.index not in included:
                 part.add_(local_range_of(gradient, slot).to(part.device))
             if shown is not None:
+                shown.shard._shown.discard(shown)
                 shown.local.data = part
                 shown.shard = self
                 self._shown.add(shown)
