@@ -106,9 +106,8 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
     for size in _SIZES:
         part = size // 4
         full = torch.zeros(part * ranks, device=place)
-        positions = communicator.mesh.order or range(ranks)
-        ranges = [(part * position, part * (position + 1)) for position in positions]
-        gather = partial(communicator.along(layout.ALL).all_gather, full, ranges, "a measurement")
+        bounds = range(0, part * ranks + 1, part)
+        gather = partial(communicator.along(layout.ALL).all_gather, full, bounds, "a measurement")
         seconds.append(_seconds(lambda gather=gather: gather().wait()))  # type: ignore[misc]
     transport = "shared memory" if communicator.control.small is not None else "gloo" if place.type == "cpu" else "nccl"
     communicator.close()

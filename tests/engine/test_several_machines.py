@@ -60,14 +60,14 @@ def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, reads_me
     assert isinstance(communicator.along(ALL)._transport, Levels)
     shapes = [(str(n), torch.Size([numel])) for n in range(5)]
     layout = BucketLayout.of(shapes, 4, owners, rank=rank(), order=communicator.mesh.order)
-    ranges = layout.part_ranges
+    bounds = layout.part_bounds
     values = torch.randn(4, layout.padded_numel, generator=torch.Generator().manual_seed(1))
 
-    start, stop = ranges[rank()]
+    start, stop = layout.own_range
     for turn in range(3):
         full = torch.full_like(values[0], -1.0)
         full[start:stop] = values[turn][start:stop]
-        communicator.along(ALL).all_gather(full, ranges, "a gather").wait()
+        communicator.along(ALL).all_gather(full, bounds, "a gather").wait()
         assert torch.equal(full, values[turn])
 
     column = column_of(machines)
@@ -78,7 +78,7 @@ def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, reads_me
         of_machines.append(total if member == rank() else total.to(wire).float())
     expected = of_machines[0] + of_machines[1]
     for _ in range(3):
-        total = communicator.along(ALL).reduce_scatter(values[rank()].clone(), ranges, Cast(wire), "a reduction").wait()
+        total = communicator.along(ALL).reduce_scatter(values[rank()].clone(), bounds, Cast(wire), "a reduction").wait()
         assert torch.equal(total, expected)
     communicator.close()
 
@@ -102,7 +102,7 @@ def start_many_before_waiting() -> None:
     pending = []
     for number, full in enumerate(buffers):
         full[start:stop] = number + 1.0
-        pending.append(communicator.along(ALL).all_gather(full, layout.part_ranges, "a gather"))
+        pending.append(communicator.along(ALL).all_gather(full, layout.part_bounds, "a gather"))
         time.sleep(0.002 * rank())
     for number in sorted(range(8), reverse=rank() == 2):
         pending[number].wait()

@@ -36,11 +36,11 @@ def communicator(transport: str) -> Iterator:
 
 def gather_slices(transport: str, numel: int) -> None:
     values = torch.arange(float(world_size() * numel)).view(world_size(), numel)
-    ranges = [(each * numel, (each + 1) * numel) for each in range(world_size())]
+    bounds = range(0, world_size() * numel + 1, numel)
     with communicator(transport) as group:
         full = torch.zeros(world_size(), numel)
         full[rank()] = values[rank()]
-        group.along(ALL).all_gather(full.view(-1), ranges, "this gather").wait()
+        group.along(ALL).all_gather(full.view(-1), bounds, "this gather").wait()
         assert torch.equal(full, values)
 
 
@@ -70,9 +70,9 @@ KINDS = {
     "complex64": (torch.complex64, None),
     "bf16 on the wire": (torch.float32, torch.bfloat16),
 }
-RANGES = {
-    "equal": lambda numel: [(0, numel), (numel, 2 * numel), (2 * numel, 3 * numel)],
-    "unequal": lambda numel: [(0, 2 * numel), (2 * numel, 2 * numel), (2 * numel, 3 * numel)],
+BOUNDS = {
+    "equal": lambda numel: [0, numel, 2 * numel, 3 * numel],
+    "unequal": lambda numel: [0, 2 * numel, 2 * numel, 3 * numel],
 }
 
 
@@ -80,14 +80,14 @@ def add_up(transport: str, numel: int, kind: str, lengths: str) -> None:
     from lightning_zero.engine.comm.transport import Cast
 
     dtype, wire = KINDS[kind]
-    ranges = RANGES[lengths](numel)
+    bounds = BOUNDS[lengths](numel)
     values = torch.randn(3, 3 * numel, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    start, stop = ranges[rank()]
+    start, stop = bounds[rank() : rank() + 2]
     terms = [part if wire is None or other == rank() else part.to(wire) for other, part in enumerate(values)]
     first, second, third = (term[start:stop] for term in terms)
     with communicator(transport) as group:
         codec = Cast(wire or dtype)
-        total = group.along(ALL).reduce_scatter(values[rank()].clone(), ranges, codec, "this reduction").wait()
+        total = group.along(ALL).reduce_scatter(values[rank()].clone(), bounds, codec, "this reduction").wait()
         assert total.dtype == dtype
         if transport == "another" and lengths == "equal" and wire is None:
             torch.testing.assert_close(total, first + second + third)
@@ -102,7 +102,7 @@ def add_up(transport: str, numel: int, kind: str, lengths: str) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("numel", [5, 50_000])
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("lengths", list(RANGES))
+@pytest.mark.parametrize("lengths", list(BOUNDS))
 def test_a_reduction_adds_up_encoded_values_in_the_order_of_ranks(run_on, transport, numel, kind, lengths):
     run_on(3, add_up, transport=transport, numel=numel, kind=kind, lengths=lengths)
 

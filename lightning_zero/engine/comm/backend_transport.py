@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from lightning_zero.engine.comm.process_group import ProcessGroup, backend_name, rank
 from lightning_zero.engine.comm.transport import (
+    Bounds,
     Cast,
     Chain,
     Codec,
-    Ranges,
     Started,
     Transport,
     add_up,
@@ -26,7 +25,6 @@ from lightning_zero.engine.comm.transport import (
     in_order_of_ranks,
     slices_of,
 )
-from lightning_zero.engine.plan.mesh import Topology
 
 # Torch before 2.13 has them only as ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, which 2.13 deprecates.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,14 +47,14 @@ class BackendTransport(Transport):
         self._gathers, self._reductions, self._rank = gathers, reductions, rank(gathers)
         self._is_gloo = backend_name(gathers) == "gloo" if is_gloo is None else is_gloo
 
-    def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
+    def all_gather(self, full: Tensor, bounds: Bounds) -> Started:
         # ``data``, so that writes do not increment the version that autograd checks; bytes, since backends lack dtypes
         filled, size = full.data.view(torch.uint8), full.itemsize
-        if not self._is_gloo and are_equal(ranges):
-            start, stop = ranges[self._rank]
+        if not self._is_gloo and are_equal(bounds):
+            start, stop = bounds[self._rank : self._rank + 2]
             work = all_gather_single(filled, filled[start * size : stop * size], group=self._gathers, async_op=True)
             return Started([work.wait], [full])
-        slices = slices_of(filled, [(start * size, stop * size) for start, stop in ranges])
+        slices = slices_of(filled, [bound * size for bound in bounds])
         if self._is_gloo:  # whose all-gather would receive into another buffer of the full size, and then copy it
             works = [
                 dist.broadcast(part, group=self._gathers, async_op=True, group_src=source)
@@ -67,23 +65,23 @@ class BackendTransport(Transport):
             works = [dist.all_gather(slices, slices[self._rank], group=self._gathers, async_op=True)]
         return Started([work.wait for work in works], [full])
 
-    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
-        if self._is_summed_by_backend(flat, ranges, codec):
-            start, stop = ranges[self._rank]
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
+        if self._is_summed_by_backend(flat, bounds, codec):
+            start, stop = bounds[self._rank : self._rank + 2]
             shard = flat.new_empty(stop - start)
             work = reduce_scatter_single(_as_real(shard), _as_real(flat), group=self._reductions, async_op=True)
             return Started([work.wait], [flat, shard], lambda: shard)
-        return self._sum_in_order(flat, ranges, codec)
+        return self._sum_in_order(flat, bounds, codec)
 
-    def _sum_in_order(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
+    def _sum_in_order(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
         """Exchange slices, and add them up in the order of ranks. This rank's own values are not encoded.
 
         Slices for lower ranks and for higher ranks are exchanged separately, since a single exchange would also copy
         this rank's own slice, which is between them.
         """
-        slices, is_encoded = slices_of(flat, ranges), codec != Cast(flat.dtype)
+        slices, is_encoded = slices_of(flat, bounds), codec != Cast(flat.dtype)
         own, place, size = slices[self._rank], self._rank, len(slices)
-        lower, higher = flat[: ranges[place][0]], flat[ranges[place][1] :]
+        lower, higher = flat[: bounds[place]], flat[bounds[place + 1] :]
         if is_encoded:
             own = own.clone()  # so that the buffer can be freed
             lower, higher = (_encoded(part, flat, codec) for part in (slices[:place], slices[place + 1 :]))
@@ -112,8 +110,8 @@ class BackendTransport(Transport):
             received, sent.view(torch.uint8), received_sizes, sizes, group=self._reductions, async_op=True
         )
 
-    def _is_summed_by_backend(self, flat: Tensor, ranges: Ranges, codec: Codec) -> bool:
-        return not self._is_gloo and are_equal(ranges) and codec == Cast(flat.dtype)
+    def _is_summed_by_backend(self, flat: Tensor, bounds: Bounds, codec: Codec) -> bool:
+        return not self._is_gloo and are_equal(bounds) and codec == Cast(flat.dtype)
 
 
 def _encoded(slices: list[Tensor], flat: Tensor, codec: Codec) -> Tensor:
@@ -138,47 +136,41 @@ class Levels(Transport):
     Args:
         within: the transport between the ranks of this machine, in the order of local indices.
         across: the transport between the ranks with this rank's local index, in the order of machines.
+        first: the position of the first slice of this rank's column.
+        machines: the number of machines.
     """
 
     encodes_within = False
 
-    def __init__(self, within: Transport, across: Transport, topology: Topology, rank: int) -> None:
-        self._within, self._across = within, across
-        self._column = topology.across(rank)
-        self._columns = [topology.across(each) for each in topology.within(rank)]
+    def __init__(self, within: Transport, across: Transport, first: int, machines: int) -> None:
+        self._within, self._across, self._first, self._machines = within, across, first, machines
         # Gathers may not wait for the second halves of reductions, since ranks may start the two in different orders.
         self._gathers, self._reductions = Chain("gathers"), Chain("reductions")
 
-    def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
-        columns, (begin, stop, slices) = self._column_ranges(ranges), self._own_column(ranges)
-        first = self._across.all_gather(full[begin:stop], slices)
+    def all_gather(self, full: Tensor, bounds: Bounds) -> Started:
+        column = bounds[self._first : self._first + self._machines + 1]
+        first = self._across.all_gather(full[column[0] : column[-1]], _from_0(column))
 
         def later() -> Started:
             _result_of(first)
-            return self._within.all_gather(full, columns)
+            return self._within.all_gather(full, bounds[:: self._machines])
 
         return self._gathers.start(later, first.buffers)
 
-    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
-        _, _, slices = self._own_column(ranges)
-        first = self._within.reduce_scatter(flat, self._column_ranges(ranges), Cast(flat.dtype))
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
+        slices = _from_0(bounds[self._first : self._first + self._machines + 1])
+        first = self._within.reduce_scatter(flat, bounds[:: self._machines], Cast(flat.dtype))
         return self._reductions.start(
             lambda: self._across.reduce_scatter(_result_of(first), slices, codec), first.buffers
         )
 
-    def _own_column(self, ranges: Ranges) -> tuple[int, int, Ranges]:
-        """The start and stop of this rank's column, and the slices in it, relative to its start."""
-        begin, stop = ranges[self._column[0]][0], ranges[self._column[-1]][1]
-        return begin, stop, [(ranges[rank][0] - begin, ranges[rank][1] - begin) for rank in self._column]
-
-    def _column_ranges(self, ranges: Ranges) -> Ranges:
-        for column in self._columns:
-            assert all(ranges[a][1] == ranges[b][0] for a, b in pairwise(column)), "a column's slices are not adjacent"
-        return [(ranges[column[0]][0], ranges[column[-1]][1]) for column in self._columns]
-
     def close(self) -> None:
         # second halves that have not started yet still use the inner transport
         self._gathers.close(lambda: self._reductions.close(self._within.close))
+
+
+def _from_0(bounds: Bounds) -> Bounds:
+    return [bound - bounds[0] for bound in bounds]
 
 
 def _result_of(started: Started) -> Any:

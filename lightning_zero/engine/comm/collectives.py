@@ -24,7 +24,7 @@ from lightning_zero.engine.comm.failures import Watch, explained
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import DATA, ActivationParts, TensorParallel
-from lightning_zero.engine.comm.transport import Codec, Ranges, Started, Transport
+from lightning_zero.engine.comm.transport import Bounds, Codec, Started, Transport
 from lightning_zero.engine.compat import address_of
 from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh, Topology
 
@@ -72,8 +72,8 @@ class BucketCollectives:
 
     Args:
         transport: the transport between these ranks; None if there is only one rank.
-        across: the ranks on other machines with which this rank itself exchanges slices, numbered along these
-            dimensions.
+        across: the ranks on other machines with which this rank itself exchanges slices, by their positions along
+            these dimensions.
         watch: detects failed waits and deadlocks; None if no other process exists.
         link: the link under which all slices are counted if ``across`` is empty; None for the counters' default.
         note: for simulated ranks, called with the bytes of each collective that begins; returns a function that is
@@ -92,14 +92,14 @@ class BucketCollectives:
         self._transport, self._counters, self._across, self._watch = transport, counters, across, watch
         self._link, self._note = "within" if across else link, note
 
-    def all_gather(self, full: Tensor, ranges: Ranges, what: str) -> Pending:
+    def all_gather(self, full: Tensor, bounds: Bounds, what: str) -> Pending:
         """See ``Transport.all_gather``; ``what`` names the collective in error messages."""
         if self._transport is None:
             return Pending(what)
-        self._count("all_gather", full.numel(), ranges, lambda numel: numel * full.itemsize)
-        return self._begin(what, full.nbytes, self._transport.all_gather, full, ranges)
+        self._count("all_gather", full.numel(), bounds, lambda numel: numel * full.itemsize)
+        return self._begin(what, full.nbytes, self._transport.all_gather, full, bounds)
 
-    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` returns this rank's slice of the sum (1-D), in the buffer's dtype.
 
         Args:
@@ -115,8 +115,8 @@ class BucketCollectives:
 
         is_encoded = self._transport.encodes_within
         within = encoded if is_encoded else lambda numel: numel * flat.itemsize
-        self._count("reduce_scatter", flat.numel(), ranges, encoded, within)
-        return self._begin(what, encoded(flat.numel()), self._transport.reduce_scatter, flat, ranges, codec)
+        self._count("reduce_scatter", flat.numel(), bounds, encoded, within)
+        return self._begin(what, encoded(flat.numel()), self._transport.reduce_scatter, flat, bounds, codec)
 
     def _begin(self, what: str, nbytes: int, begin: Callable[..., Started], *args: Any) -> Pending:
         """Begin a collective that sends a buffer of this size."""
@@ -132,7 +132,7 @@ class BucketCollectives:
         self,
         kind: str,
         numel: int,
-        ranges: Ranges,
+        bounds: Bounds,
         nbytes: Callable[[int], int],
         nbytes_within: Callable[[int], int] | None = None,
     ) -> None:
@@ -142,7 +142,7 @@ class BucketCollectives:
             nbytes: the bytes of a number of elements.
             nbytes_within: the bytes of elements that do not cross, if these have another size.
         """
-        crossing = [stop - start for start, stop in (ranges[rank] for rank in self._across)]
+        crossing = [bounds[place + 1] - bounds[place] for place in self._across]
         rest = numel - sum(crossing)
         if rest < numel:
             self._counters.add(kind, sum(crossing), sum(map(nbytes, crossing)), "across")
@@ -321,8 +321,9 @@ class Communicator:
         across, within = between(self._renumbered(columns)), direct or between(self._renumbered(groups.nodes))
         elsewhere = [place for place, rank in enumerate(column) if rank not in machine]
         if not self.shards_within:
-            levels = Levels(within, across, topology, self.rank)
-            crossing = [column[place] for place in elsewhere]
+            first, machines = here.index(self.rank) * len(column), len(column)
+            levels = Levels(within, across, first, machines)
+            crossing = [first + place for place in elsewhere]
             self._along[ALL] = BucketCollectives(levels, self.counters, crossing, self.control.watch)
             return
         over = [place for place, rank in enumerate(here) if rank not in machine]

@@ -11,14 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from queue import SimpleQueue
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from lightning_zero.engine.plan.layout import ShardRanges
 
 # -- codecs ------------------------------------------------------------------------------------------------------------
 
@@ -113,17 +111,17 @@ def _unpacked(packed: Tensor) -> Tensor:
 # -- transports --------------------------------------------------------------------------------------------------------
 
 
-Ranges = Sequence[tuple[int, int]]
-"""``[start, stop)`` of each rank's slice of a flat buffer, in the order of ranks: adjacent, and together all of it."""
+Bounds = Sequence[int]
+"""The start of each rank's slice in a flat buffer, in the order of positions along the dimensions, and the last end."""
 
 
-def are_equal(ranges: Ranges) -> bool:
+def are_equal(bounds: Bounds) -> bool:
     """Whether all slices have the same length."""
-    return ranges.are_equal if isinstance(ranges, ShardRanges) else len({stop - start for start, stop in ranges}) == 1
+    return isinstance(bounds, range) or len({stop - start for start, stop in pairwise(bounds)}) == 1
 
 
-def slices_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:
-    return [flat[start:stop] for start, stop in ranges]
+def slices_of(flat: Tensor, bounds: Bounds) -> list[Tensor]:
+    return [flat[start:stop] for start, stop in pairwise(bounds)]
 
 
 def in_order_of_ranks(own: Tensor, rank: int, others: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -171,16 +169,16 @@ class Transport(ABC):
     encodes_within: bool = True
 
     @abstractmethod
-    def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
+    def all_gather(self, full: Tensor, bounds: Bounds) -> Started:
         """Fill a flat buffer with the slices of all ranks.
 
         Args:
             full: the buffer, which already holds this rank's slice.
-            ranges: each rank's slice of the buffer.
+            bounds: where each rank's slice begins and ends.
         """
 
     @abstractmethod
-    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
         """Sum a flat buffer over ranks; the result is this rank's slice of the sum, in the buffer's dtype."""
 
     def close(self) -> None:  # noqa: B027 - most transports have nothing to close

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 
@@ -246,20 +245,25 @@ class BucketLayout:
         return self._bounds[position], self._bounds[position + 1]
 
     @property
+    def shard_ranges(self) -> list[tuple[int, int]]:
+        """``shard_range`` of each rank."""
+        return list(map(self.shard_range, range(self.world_size)))
+
+    @property
     def own_part(self) -> tuple[int, int]:
         """``[start, stop)`` of this rank's part in the bucket."""
         return self._bounds[self._first_in_part], self._bounds[self._first_in_part + self.nodes]
 
     @cached_property
-    def part_ranges(self) -> Sequence[tuple[int, int]]:
-        """``[start, stop)`` of the part of each rank in the group that gathers the bucket."""
-        return ShardRanges(self._bounds[:: self.nodes], self.order if self.nodes == 1 else None)
+    def part_bounds(self) -> Sequence[int]:
+        """The start of each part of the bucket, and the end of the last part."""
+        return self._bounds[:: self.nodes]
 
     @property
-    def ranges_in_part(self) -> list[tuple[int, int]]:
-        """``[start, stop)`` of each shard in this rank's part, relative to the start of the part."""
+    def bounds_in_part(self) -> list[int]:
+        """Like ``part_bounds``, for the shards in this rank's part, relative to the start of the part."""
         bounds = self._bounds[self._first_in_part : self._first_in_part + self.nodes + 1]
-        return [(start - bounds[0], stop - bounds[0]) for start, stop in zip(bounds, bounds[1:])]
+        return [bound - bounds[0] for bound in bounds]
 
     @property
     def _first_in_part(self) -> int:
@@ -311,33 +315,6 @@ class BucketLayout:
         for segment, end in zip(self.segments, [*(other.start for other in self.segments[1:]), self.padded_numel]):
             sizes += [segment.numel, end - segment.stop]
         return sizes
-
-
-class ShardRanges(Sequence[tuple[int, int]]):
-    """``[start, stop)`` of each rank's slice, computed only on access, since there may be thousands of ranks.
-
-    Args:
-        bounds: the start of the slice at each position, and the end of the last one.
-        order: each rank's position; None if ranks are in order.
-
-    Attributes:
-        are_equal: whether all slices have the same length.
-    """
-
-    def __init__(self, bounds: Sequence[int], order: Sequence[int] | None) -> None:
-        self._bounds, self._order = bounds, order
-        self.are_equal = (
-            isinstance(bounds, range) or len({stop - start for start, stop in zip(bounds, bounds[1:])}) == 1
-        )
-
-    def __len__(self) -> int:
-        return len(self._bounds) - 1
-
-    def __getitem__(self, rank: Any) -> Any:
-        if isinstance(rank, slice):
-            return [self[number] for number in range(len(self))[rank]]
-        position = range(len(self))[rank] if self._order is None else self._order[rank]
-        return self._bounds[position], self._bounds[position + 1]
 
 
 def _align(numel: int) -> int:

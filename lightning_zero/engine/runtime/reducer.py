@@ -27,6 +27,7 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _END = "the end of backward"
 
+
 @dataclass
 class _Expectation:
     """Observations from earlier backward passes over the same set of trainable parameters."""

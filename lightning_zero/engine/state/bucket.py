@@ -149,7 +149,7 @@ class Bucket:
         self.is_data_read = False
 
     def _find_ranges(self) -> None:
-        self._shard, self._ranges = slice(*self.layout.own_range), self.layout.part_ranges
+        self._shard, self._bounds = slice(*self.layout.own_range), self.layout.part_bounds
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -278,8 +278,8 @@ class Bucket:
             if own is not None and self.extensions:
                 encode(self, own)  # may be collective, so it follows the announcement
             if self._is_left:
-                return self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
-            return self.communicator.along(self.over).all_gather(self.full, self._ranges, what)
+                return self.communicator.broadcast_ranges(self.full, self.layout.shard_ranges, what)
+            return self.communicator.along(self.over).all_gather(self.full, self._bounds, what)
 
         what = f"the gather of unit {self.unit_name or 'root'!r}"
         if own is None or own.device == self.full.device:

@@ -211,13 +211,13 @@ class BucketGradients:
         """
         self._turn_to_current_stream()
         taken = self._take_local()
-        collectives, ranges = self.bucket.communicator.along(self.bucket.over), self.bucket.layout.part_ranges
+        collectives, bounds = self.bucket.communicator.along(self.bucket.over), self.bucket.layout.part_bounds
         # If a sum over machines follows, gradients are not compressed within a machine.
         codec = Cast(self._dtype) if self.bucket.part is not None else self._codec
         with torch.no_grad():
             flat = self._complete_flat()
             del taken  # only now, see ``_complete_flat``
-            return self._held(collectives.reduce_scatter(flat, ranges, codec, self._what))
+            return self._held(collectives.reduce_scatter(flat, bounds, codec, self._what))
 
     @property
     def _what(self) -> str:
@@ -260,8 +260,8 @@ class BucketGradients:
         return total.mul_(1.0 / ranks) if ranks > 1 else total
 
     def _reduce_across(self, part: Tensor) -> Pending:
-        collectives, ranges = self.bucket.communicator.along((NODE,)), self.bucket.layout.ranges_in_part
-        return self._held(collectives.reduce_scatter(part, ranges, self._codec, f"{self._what} over machines"))
+        collectives, bounds = self.bucket.communicator.along((NODE,)), self.bucket.layout.bounds_in_part
+        return self._held(collectives.reduce_scatter(part, bounds, self._codec, f"{self._what} over machines"))
 
     def _sum_over_machines(self, part: Tensor) -> Tensor:
         """Sum ``part``, a sum within this rank's machine, over all machines. Collective."""

@@ -309,7 +309,7 @@ class NodePart:
         self, values: Tensor, layout: BucketLayout, communicator: Communicator, what: str, ledger: Ledger
     ) -> None:
         self._values, self._what = ledger.hold(values, "parameters"), what
-        self._ranges, self._collectives = layout.ranges_in_part, communicator.along((NODE,))
+        self._bounds, self._collectives = layout.bounds_in_part, communicator.along((NODE,))
         self._begin, _ = layout.own_part
         low, high = layout.own_range
         self.own = values[low - self._begin : high - self._begin]
@@ -325,7 +325,7 @@ class NodePart:
         values = self.values()
         if new is not None:
             self.own.copy_(new)
-        self._pending.append(self._collectives.all_gather(values, self._ranges, self._what))
+        self._pending.append(self._collectives.all_gather(values, self._bounds, self._what))
 
     def values(self) -> Tensor:
         """The values of this part. Waits for shards that are being fetched."""

@@ -30,9 +30,9 @@ from lightning_zero.engine.comm.cross_memory.small_messages import (
     tensor_of,
 )
 from lightning_zero.engine.comm.transport import (
+    Bounds,
     Chain,
     Codec,
-    Ranges,
     Started,
     Transport,
     add_up,
@@ -73,8 +73,8 @@ class CrossMemoryTransport(Transport):
         self._gathers, self._reductions = Chain("gathers"), Chain("reductions")
         _transports_of_process.add(self)
 
-    def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
-        slices = slices_of(full, ranges)
+    def all_gather(self, full: Tensor, bounds: Bounds) -> Started:
+        slices = slices_of(full, bounds)
         if max(map(len, slices)) * full.itemsize > SMALL:
             return self.gather(slices)
         key = self.small.send(GATHER_TAG, [bytes_of(slices[self._rank])] * len(self._ranks))
@@ -85,9 +85,9 @@ class CrossMemoryTransport(Transport):
 
         return Started([receive], [full])
 
-    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
-        sent = slices_of(codec.encode(flat), ranges)
-        own = slices_of(flat, ranges[self._rank : self._rank + 1])[0]
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
+        sent = slices_of(codec.encode(flat), bounds)
+        own = flat[bounds[self._rank] : bounds[self._rank + 1]]
         if max(map(len, sent)) * codec.dtype.itemsize > SMALL:
             return self.reduce(own, sent)
         total = torch.empty_like(own)
