@@ -289,7 +289,7 @@ def fail_before_the_last_has_read() -> None:
     try:
         if rank() != 1:
             exchange = transport.gather(list(full))
-        while rank() == 0 and set(transport._signals.received.get((GATHER_TAG, 0), ())) != {1}:  # rank 2's position
+        while rank() == 0 and set(transport.small.received.get((GATHER_TAG, 0), ())) != {1}:  # rank 2's position
             time.sleep(0.001)
         dist.barrier()
         if rank() == 1:
@@ -331,7 +331,7 @@ def collect_in_the_thread() -> None:
 
     transport = neighbours()
     gc.disable()
-    transport._signals.received = CollectsGarbage()
+    transport.small.received = CollectsGarbage()
     owner = Owner()
     owner.itself = owner
     weakref.finalize(owner, transport.close)

@@ -20,9 +20,7 @@ from lightning_zero.engine.comm.transport import (
     Codec,
     Started,
     Transport,
-    add_up,
     are_equal,
-    in_order_of_ranks,
     slices_of,
 )
 
@@ -96,7 +94,10 @@ class BackendTransport(Transport):
         def finish() -> Tensor:
             parts = [part.view(codec.dtype) for part in received.split_with_sizes([sizes[place]] * (size - 1))]
             others = (codec.decode(part, len(own), own.dtype) for part in parts)
-            total = add_up(in_order_of_ranks(own, place, others), torch.empty_like(own) if is_encoded else parts[0])
+            terms = (own if each == place else next(others) for each in range(size))
+            total = torch.add(next(terms), next(terms), out=torch.empty_like(own) if is_encoded else parts[0])
+            for term in terms:
+                total.add_(term)
             return total if is_encoded or size == 2 else total.clone()  # without the rest of ``received``
 
         return Started([work.wait for work in works], [own, lower, higher, received], finish)

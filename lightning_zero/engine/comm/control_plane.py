@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.counters import Counters
-from lightning_zero.engine.comm.cross_memory.small_messages import CONTROL_TAG, SmallMessages, bytes_of, tensor_of
+from lightning_zero.engine.comm.cross_memory.small_messages import CONTROL_TAG, SmallMessages, bytes_of
 from lightning_zero.engine.comm.failures import Watch
 from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_objects, broadcast_coalesced
 
@@ -99,7 +99,7 @@ class ControlPlane:
                 else:
                     key = self.small.send(CONTROL_TAG, [bytes_of(message)] * len(self.small.ranks))
                     for other in self.small.receive(key):
-                        torch.maximum(message, tensor_of(other, message.shape, message.dtype), out=message)
+                        torch.maximum(message, torch.frombuffer(bytearray(other), dtype=torch.uint8), out=message)
                 if not torch.equal(message[: len(label)], label):
                     raise RuntimeError("another rank is at another exchange")
                 part.copy_(message[len(label) :][: len(part)])

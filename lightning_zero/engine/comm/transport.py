@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -122,22 +122,6 @@ def are_equal(bounds: Bounds) -> bool:
 
 def slices_of(flat: Tensor, bounds: Bounds) -> list[Tensor]:
     return [flat[start:stop] for start, stop in pairwise(bounds)]
-
-
-def in_order_of_ranks(own: Tensor, rank: int, others: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Insert this rank's term among those of the other ranks, which are in ascending order of ranks."""
-    remaining = iter(others)
-    yield from islice(remaining, rank)
-    yield own
-    yield from remaining
-
-
-def add_up(terms: Iterator[Tensor], out: Tensor) -> Tensor:
-    """Write the sum of two or more terms, in their order, to ``out``, which may be one of the first two terms."""
-    torch.add(next(terms), next(terms), out=out)
-    for term in terms:
-        out.add_(term)
-    return out
 
 
 class Started(NamedTuple):

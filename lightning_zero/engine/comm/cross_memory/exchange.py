@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from lightning_zero.engine.comm.cross_memory.small_messages import (
     SmallMessages,
     bytes_of,
     fill,
-    tensor_of,
 )
 from lightning_zero.engine.comm.transport import (
     Bounds,
@@ -35,14 +35,14 @@ from lightning_zero.engine.comm.transport import (
     Codec,
     Started,
     Transport,
-    add_up,
-    in_order_of_ranks,
     slices_of,
 )
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # timeout for connecting, in seconds
 _CHUNK = 2**15  # elements added up at a time: they fit into the cache, and torch adds them on one core
+
+_Read = Callable[[Tensor, int], None]  # fills a tensor from what another rank gives, which begins at an offset in bytes
 
 _transports_of_process: weakref.WeakSet[CrossMemoryTransport] = weakref.WeakSet()
 
@@ -53,65 +53,42 @@ class CrossMemoryTransport(Transport):
     Codecs must be casts, since large slices are added up in parts.
 
     Args:
-        peers: rank, process ID and two sockets for each other rank, in ascending order of ranks. The
-            second socket is for small messages.
+        peers: rank, process ID and socket of each other rank, in ascending order of ranks.
 
     Attributes:
-        small: exchanges of small messages over sockets, without reading other processes' memory.
+        small: exchanges of small messages over the sockets; those of large slices contain a memory address, and are
+            answered, with ~tag, when this memory was read.
     """
 
-    def __init__(
-        self, rank: int, peers: list[tuple[int, int, socket.socket, socket.socket]], timeout: timedelta
-    ) -> None:
+    def __init__(self, rank: int, peers: list[tuple[int, int, socket.socket]], timeout: timedelta) -> None:
         self._rank, self._process = rank, os.getpid()
-        self._ranks = [other for other, _, _, _ in peers]
-        self._processes = [process for _, process, _, _ in peers]
-        # Messages with an exchange's key contain a memory address. Messages with ~tag report that this memory was read.
-        self._signals = SmallMessages([(other, line) for other, _, line, _ in peers], timeout)
-        self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout)
+        self._ranks = [other for other, _, _ in peers]
+        self._processes = [process for _, process, _ in peers]
+        self.small = SmallMessages([(other, line) for other, _, line in peers], timeout)
         # Gathers may not wait for reductions, since ranks may begin the two in different orders.
         self._gathers, self._reductions = Chain("gathers"), Chain("reductions")
         _transports_of_process.add(self)
 
     def all_gather(self, full: Tensor, bounds: Bounds) -> Started:
         slices = slices_of(full, bounds)
-        if max(map(len, slices)) * full.itemsize > SMALL:
-            return self.gather(slices)
-        key = self.small.send(GATHER_TAG, [bytes_of(slices[self._rank])] * len(self._ranks))
-
-        def receive() -> None:
-            for rank, message in zip(self._ranks, self.small.receive(key)):
-                fill(slices[rank], message)
-
-        return Started([receive], [full])
+        return self.gather(slices, max(map(len, slices)) * full.itemsize <= SMALL)
 
     def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
         sent = slices_of(codec.encode(flat), bounds)
         own = flat[bounds[self._rank] : bounds[self._rank + 1]]
-        if max(map(len, sent)) * codec.dtype.itemsize > SMALL:
-            return self.reduce(own, sent)
-        total = torch.empty_like(own)
-        key = self.small.send(REDUCE_TAG, [bytes_of(sent[rank]) for rank in self._ranks])
+        return self.reduce(own, sent, max(map(len, sent)) * codec.dtype.itemsize <= SMALL)
 
-        def receive() -> None:
-            messages = (tensor_of(message, (len(own),), codec.dtype) for message in self.small.receive(key))
-            others = (codec.decode(message, len(own), own.dtype) for message in messages)
-            add_up(in_order_of_ranks(own, self._rank, others), total)
+    def gather(self, slices: Sequence[Tensor], is_small: bool = False) -> Started:
+        """Fill ``slices`` with those of the other ranks, while the other ranks read this rank's slice."""
 
-        return Started([receive], [flat, total], lambda: total)
+        def take(position: int, read: _Read) -> None:
+            read(slices[self._ranks[position]], 0)
 
-    def gather(self, slices: Sequence[Tensor]) -> Started:
-        """Fill large ``slices`` from the other ranks' memory, while the other ranks read this rank's slice."""
+        sources = [slices[self._rank]] * len(self._ranks)
+        return self._exchange(GATHER_TAG, self._gathers, sources, take, list(slices), is_small)
 
-        def take(position: int, process: int, address: int) -> None:
-            process_memory.read_memory(process, address, slices[self._ranks[position]])
-
-        buffers = list(slices)
-        exchange = self._begin(GATHER_TAG, [slices[self._rank]] * len(self._ranks), take, buffers)
-        return self._gathers.start(exchange, buffers)
-
-    def reduce(self, own: Tensor, sent: Sequence[Tensor]) -> Started:
-        """Add up all ranks' large contributions, in the order of ranks.
+    def reduce(self, own: Tensor, sent: Sequence[Tensor], is_small: bool = False) -> Started:
+        """Add up all ranks' contributions, in the order of ranks.
 
         Args:
             own: this rank's own contribution, 1-D.
@@ -122,12 +99,12 @@ class CrossMemoryTransport(Transport):
         # The first two terms may be swapped: rank 0 adds its own values after those of rank 1.
         own_follows = max(self._rank - 1, 0)
 
-        def take(position: int, process: int, address: int) -> None:
+        def take(position: int, read: _Read) -> None:
             for start in range(0, len(own), _CHUNK):
                 part, mine = total[start : start + _CHUNK], own[start : start + _CHUNK]
                 is_first = position == 0
                 term = part if is_first and wire == own.dtype else torch.empty_like(part, dtype=wire)
-                process_memory.read_memory(process, address + start * term.itemsize, term)
+                read(term, start * term.itemsize)
                 if not is_first:
                     part.add_(term)
                 elif term is not part:
@@ -135,52 +112,65 @@ class CrossMemoryTransport(Transport):
                 if position == own_follows:
                     part.add_(mine)
 
-        buffers = [total, own, *sent]
-        exchange = self._begin(REDUCE_TAG, [sent[rank] for rank in self._ranks], take, buffers)
-        return self._reductions.start(exchange, buffers)
+        sources = [sent[rank] for rank in self._ranks]
+        return self._exchange(REDUCE_TAG, self._reductions, sources, take, [total, own, *sent], is_small)
 
-    def _begin(
-        self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], buffers: list[Tensor]
-    ) -> Callable[[], Started]:
-        """Tell the other ranks where they can read, and return a function that reads from them.
+    def _exchange(
+        self,
+        tag: int,
+        chain: Chain,
+        sources: list[Tensor],
+        take: Callable[[int, _Read], None],
+        buffers: list[Tensor],
+        is_small: bool,
+    ) -> Started:
+        """Start an exchange. Small values are sent; for large ones, the other ranks are told where they can read.
 
         Args:
             sources: the values for each other rank.
-            take: reads from one peer; called with (the peer's position, its process ID, an address).
+            take: reads from one peer; called with the peer's position, and a function to read with.
             buffers: the result, and what is needed only until all ranks have read.
         """
         result = buffers[0]
-        number = self._signals.send(tag, [_ADDRESS.pack(source.data_ptr()) for source in sources])[1]
+        messages = [bytes_of(each) if is_small else _ADDRESS.pack(each.data_ptr()) for each in sources]
+        key = self.small.send(tag, messages)
 
         def exchange() -> Started:
-            for position, message in enumerate(self._signals.receive((tag, number))):
+            for position, message in enumerate(self.small.receive(key)):
+                if is_small:
+                    take(position, partial(_copy, message))
+                    continue
                 try:
-                    take(position, self._processes[position], *_ADDRESS.unpack(message))
+                    take(position, partial(_read, self._processes[position], *_ADDRESS.unpack(message)))
                 except OSError as error:
                     raise RuntimeError(str(error)) from error
-                if self._signals.has_ended(position):  # what was read may be invalid
+                if self.small.has_ended(position):  # what was read may be invalid
                     raise RuntimeError(f"rank {self._ranks[position]} closed the connection")
-                self._signals.post((~tag, number), position)
-            self._signals.receive((~tag, number))
+                self.small.post((~tag, key[1]), position)
+            if not is_small:
+                self.small.receive((~tag, key[1]))
             del buffers[1:]  # all ranks have read
             return Started([], [], lambda: result)
 
-        return exchange
+        return Started([exchange], buffers, lambda: result) if is_small else chain.start(exchange, buffers)
 
     def sever(self, reason: str) -> None:
         """Make all exchanges in flight and all new exchanges fail, here and on the peers."""
         # In a forked process, such as a DataLoader's, the connections are the parent's.
         if os.getpid() == self._process:
-            self._signals.shut(reason)
             self.small.shut(reason)
 
     def close(self) -> None:
         """Refuse new exchanges. Those in flight are finished, since peers need them."""
-        self._gathers.close(lambda: self._reductions.close(self._close_connections))
+        self._gathers.close(lambda: self._reductions.close(self.small.close))
 
-    def _close_connections(self) -> None:
-        self._signals.close()
-        self.small.close()
+
+def _copy(message: bytes, target: Tensor, offset: int) -> None:
+    fill(target, message[offset : offset + target.nbytes])
+
+
+def _read(process: int, address: int, target: Tensor, offset: int) -> None:
+    process_memory.read_memory(process, address + offset, target)
 
 
 def sever_all(reason: str) -> None:
@@ -225,16 +215,15 @@ def connect(
             process_memory.let_read(0)
             return None
         processes = [process for process, _, _, _ in told]
-        while len(lines) < 2 * (size - 1):  # all ranks have connected, so accepting does not block
+        while len(lines) < size - 1:  # all ranks have connected, so accepting does not block
             line, _ = listener.accept()
             process, _, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if process in processes:  # other processes may connect, too
-                lines[tuple(map(int, line.recv(32).split()))] = line
+                lines[int(line.recv(32))] = line
         stack.pop_all()
         listener.close()
     others = [other for other in range(size) if other != place]
-    peers = [(other, processes[other], lines[other, 0], lines[other, 1]) for other in others]
-    return CrossMemoryTransport(place, peers, timeout)
+    return CrossMemoryTransport(place, [(other, processes[other], lines[other]) for other in others], timeout)
 
 
 def _are_readable(probe: Tensor, told: list[Any]) -> bool:
@@ -246,13 +235,12 @@ def _are_readable(probe: Tensor, told: list[Any]) -> bool:
     return True
 
 
-def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[tuple[int, ...], socket.socket]:
-    """Connect two sockets to each lower rank, keyed by (rank, number); both ends of a socket have the same number."""
-    lines: dict[tuple[int, ...], socket.socket] = {}
+def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[int, socket.socket]:
+    """Connect a socket to each lower rank."""
+    lines = {}
     for other, name in enumerate(names):
-        for number in range(2):
-            lines[other, number] = line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stack.enter_context(line).settimeout(_PATIENCE)
-            line.connect(name)
-            line.send(f"{rank} {number}".encode())
+        lines[other] = line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stack.enter_context(line).settimeout(_PATIENCE)
+        line.connect(name)
+        line.send(f"{rank}".encode())
     return lines

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
-import torch
 from torch import Tensor
 
 SMALL = 2**16
@@ -197,10 +196,3 @@ def fill(tensor: Tensor, message: bytes) -> None:
     if len(message) != tensor.nbytes:
         raise RuntimeError(f"another rank sent {len(message)} bytes where {tensor.nbytes} were expected")
     ctypes.memmove(tensor.data_ptr(), message, len(message))
-
-
-def tensor_of(message: bytes, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor from a message's bytes."""
-    made = torch.empty(shape, dtype=dtype, device="cpu")
-    fill(made, message)
-    return made
