@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +33,8 @@ def objects_of_all(value: object) -> list[object]:
 def neighbours():
     from lightning_zero.engine.comm.cross_memory.exchange import connect
 
-    found = connect(range(world_size()), rank(), MINUTE, objects_of_all)
+    with cross_memory():
+        found = connect(range(world_size()), rank(), MINUTE, objects_of_all)
     assert found is not None, "this machine does not let processes read each other's memory"
     return found
 
@@ -60,6 +63,23 @@ def exchange_slices(numel: int) -> None:
 @pytest.mark.parametrize("numel", [1, 100_003])
 def test_a_gather_gives_each_rank_the_slices_of_all_ranks(run_on, size, numel):
     run_on(size, exchange_slices, numel=numel)
+
+
+def switched_off_on(place: int) -> str:
+    from lightning_zero.engine.comm.collectives import Communicator
+    from lightning_zero.engine.plan.mesh import ALL
+
+    with cross_memory() if rank() != place else nullcontext():
+        communicator = Communicator(None, torch.device("cpu"))
+    name = type(communicator.along(ALL)._transport).__name__
+    communicator.close()
+    return name
+
+
+@pytest.mark.parametrize("place", [None, 1])
+def test_a_rank_can_switch_it_off_for_all(run_on, place):
+    expected = "CrossMemoryTransport" if place is None else "BackendTransport"
+    assert run_on(2, switched_off_on, place=place) == [expected] * 2
 
 
 def add_up(numel: int, wire: torch.dtype) -> None:
@@ -351,10 +371,29 @@ def test_garbage_collection_in_a_transports_thread_may_close_that_transport(run_
     run_on(2, collect_in_the_thread)
 
 
+def send_more_than_a_socket_takes() -> None:
+    transport = neighbours()
+    for line in transport.small.sockets:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    full, is_first = torch.zeros(2, 15_000), rank() == 0
+    dist.barrier()
+    if is_first:
+        with pytest.raises(RuntimeError, match="a message could not be sent: .*Message too long"):
+            wait(transport.gather(list(full), is_small=True))
+    else:
+        with pytest.raises(RuntimeError, match="closed the connection"):
+            wait(transport.gather(list(full[:, :1]), is_small=True))
+    dist.barrier()
+    transport.close()
+
+
+def test_a_message_that_the_system_refuses_ends_the_exchange_with_the_reason(run_on):
+    run_on(2, send_more_than_a_socket_takes)
+
+
 def refuse_until_asked() -> None:
     """Refuse reads as a kernel with `kernel.yama.ptrace_scope` 1 does; this machine's may have another value."""
     from lightning_zero.engine.comm.cross_memory import process_memory
-    from lightning_zero.engine.comm.cross_memory.exchange import connect
 
     read, let = process_memory.read_memory, process_memory.let_read
     asked: list[bool] = []
@@ -370,8 +409,7 @@ def refuse_until_asked() -> None:
 
     try:
         process_memory.read_memory, process_memory.let_read = read_if_allowed, let_read
-        transport = connect(range(world_size()), rank(), MINUTE, objects_of_all)
-        assert transport is not None
+        transport = neighbours()
         full = torch.full((2 * world_size(),), float(rank()))
         wait(transport.gather(full.chunk(world_size())))
         assert full.tolist() == [float(r) for r in range(world_size()) for _ in range(2)]
@@ -396,7 +434,8 @@ def refuse_on(refusing: int) -> None:
     try:
         if rank() == refusing:
             process_memory.read_memory = refuse
-        assert connect(range(world_size()), rank(), MINUTE, objects_of_all) is None
+        with cross_memory():
+            assert connect(range(world_size()), rank(), MINUTE, objects_of_all) is None
     finally:
         process_memory.read_memory = read
     assert "lightning_zero-gathers" not in [thread.name for thread in threading.enumerate()]

@@ -298,8 +298,7 @@ class Communicator:
         # with tensor parallelism, each data-parallel group would choose for itself, but all create groups together
         has_levels = is_gloo_on_cpu and groups.has_two_levels and self.tensor.size == 1
         direct = None  # the transport that reads the memory of the machine's other ranks
-        may_read = is_gloo_on_cpu and os.environ.get("LIGHTNING_ZERO_CROSS_MEMORY") != "0"
-        if may_read and (len(groups.nodes) == 1 or has_levels):
+        if is_gloo_on_cpu and (len(groups.nodes) == 1 or has_levels):
             direct = connect(here, self.rank, self.timeout, self.control.gather_objects)
 
         def between(groups: Sequence[Sequence[int]]) -> Transport:

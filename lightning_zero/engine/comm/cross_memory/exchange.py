@@ -192,13 +192,14 @@ def connect(
         exchange_objects: all-gathers a small object over all ranks of all groups.
 
     Returns:
-        The transport; None on every rank if any rank cannot read the memory of another rank in its group.
+        The transport; None on every rank if any rank cannot, or may not, read the memory of another rank in its group.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
         said = None
         with suppress(OSError):
-            if process_memory.is_supported():
+            # asked only here, where ranks whose environments differ still exchange what they can
+            if os.environ.get("LIGHTNING_ZERO_CROSS_MEMORY") != "0" and process_memory.is_supported():
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 listener.bind("")  # the system chooses a name, without a file
                 listener.listen(socket.SOMAXCONN)

@@ -8,6 +8,7 @@ thread itself receives it from there, which takes about ten microseconds.
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import select
 import socket
@@ -73,7 +74,11 @@ class SmallMessages:
         return key
 
     def post(self, key: Key, position: int, message: bytes = b"") -> None:
-        """Send an exchange's message to a peer. It may overtake other exchanges' messages."""
+        """Send an exchange's message to a peer. It may overtake other exchanges' messages.
+
+        Raises:
+            RuntimeError: if the system refuses the message.
+        """
         message = _HEAD.pack(*key) + message
         try:
             self.sockets[position].send(message)
@@ -81,10 +86,17 @@ class SmallMessages:
             with self._changed:
                 self._unsent[position].append(message)
                 if self._sender is None:
-                    self._sender = threading.Thread(target=self._send_unsent, name="lightning_zero-small", daemon=True)
-                    self._sender.start()
-        except OSError:
-            pass  # the peer has closed the connection; a wait for its messages fails
+                    sender = threading.Thread(target=self._send_unsent, name="lightning_zero-small", daemon=True)
+                    sender.start()  # which may fail; the thread waits for the lock
+                    self._sender = sender
+        except OSError as error:
+            self._check(error)
+
+    def _check(self, error: OSError) -> None:
+        """Raise after a message could not be sent, unless the connection is closed: waits for its messages then fail."""
+        if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF):
+            self.shut(f"a message could not be sent: {error}")
+            raise RuntimeError(self._failure) from error
 
     def _send_unsent(self) -> None:
         while True:
@@ -104,8 +116,10 @@ class SmallMessages:
                         unsent.popleft()
                 except BlockingIOError:
                     pass
-                except OSError:
+                except OSError as error:
                     unsent.clear()
+                    with suppress(RuntimeError):  # the next wait raises it
+                        self._check(error)
 
     def receive(self, key: Key) -> list[bytes]:
         """Wait for the messages of an exchange, one from each peer.
