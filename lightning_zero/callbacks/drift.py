@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torchmetrics import CatMetric
+
+from lightning_zero.engine import process_group
 
 _BINS = 10
 _LEAST = 1e-4  # minimum fraction of values assumed for a bin, since an empty bin would make the index infinite
@@ -103,27 +105,27 @@ class DriftMonitor(Callback):
         self._values, self._save_to, self._on_drift = values, save_to, on_drift
         self._reference = read_values(reference) if reference is not None else None
         self._bounds = psi_above, ks_above
-        self._seen: dict[str, CatMetric] = {}
+        self._seen: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.found: dict[str, Drift] = {}
         self.drifted: dict[str, Drift] = {}
 
     def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seen = {}
+        self._seen.clear()
 
     def _update(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any, **__: Any
     ) -> None:
         for name, values in self._values(outputs, batch).items():
-            if name not in self._seen:
-                self._seen[name] = CatMetric(nan_strategy="ignore").to(pl_module.device)
-            self._seen[name].update(values.detach().float().flatten())
+            flat = values.detach().float().flatten()
+            self._seen[name].append(flat[~flat.isnan()])
 
     def _end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        values = {name: seen.compute() for name, seen in self._seen.items()}  # [] if all are NaN
-        found = {name: torch.as_tensor(each, device=pl_module.device) for name, each in values.items()}
-        recent = {name: np.atleast_1d(values.cpu().numpy()) for name, values in found.items()}
+        own = {name: torch.cat(parts).cpu().numpy() for name, parts in self._seen.items()}
+        everyone = process_group.all_gather_objects(own) if trainer.world_size > 1 else [own]
+        names = dict.fromkeys(name for each in everyone for name in each)  # ranks may have seen others, in any order
+        recent = {name: np.concatenate([each[name] for each in everyone if name in each]) for name in names}
         if not trainer.is_global_zero:
             return
         if self._save_to is not None:

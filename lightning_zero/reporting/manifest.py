@@ -72,7 +72,7 @@ class RunManifest(Callback):
         folder = self._folder or trainer.log_dir or trainer.default_root_dir  # reading log_dir is collective
         if not trainer.is_global_zero:
             return
-        self._path = Path(folder) / NAME
+        self._path = f"{folder}/{NAME}"  # the folder may be a URL
         config, strategy = self._config, trainer.strategy
         kinds = [type(layer).__name__ for layer in pl_module.modules()]
         about_strategy: dict[str, Any] = {"class": name_of(type(strategy))}

@@ -201,7 +201,7 @@ def test_digits_are_learned(tmp_path: Path) -> None:
 OWN_DATA = """
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning_zero.zoo.digits import DigitsData
+from lightning_zero.zoo.digits import DigitClassifier, DigitsData
 
 class Requires(DigitsData):
     def setup(self, stage):
@@ -214,6 +214,14 @@ class Prepares(DigitsData):
         torch.save(self.train.tensors, "prepared.pt")
     def setup(self, stage):
         self.train = self.validation = torch.utils.data.TensorDataset(*torch.load("prepared.pt"))
+
+class Twice(DigitsData):
+    def val_dataloader(self):
+        return [super().val_dataloader(), super().val_dataloader()]
+
+class ReadsTwo(DigitClassifier):
+    def validation_step(self, batch, index, dataloader_idx=0):
+        super().validation_step(batch, index)
 
 class Minimal(LightningDataModule):
     def train_dataloader(self):
@@ -229,6 +237,7 @@ class Minimal(LightningDataModule):
     [
         ("own.Requires", True),
         ("own.Prepares", True),
+        ("own.Twice model._target_=own.ReadsTwo callbacks.checkpoint.monitor=null", True),
         ("own.Minimal", False),
         ("lightning_zero.zoo.digits.DigitsData trainer.limit_val_batches=0", False),
     ],
@@ -240,7 +249,7 @@ def test_data_trains_with_whichever_hooks_of_lightning_it_has(tmp_path: Path, ch
     code, _, errors = finish(start("train", *arguments, folder=tmp_path, path=(tmp_path,)))
     assert code == 0, errors
     found = results(tmp_path / "job")
-    assert found["steps"] == 10 and ("loss" in found["validation"]) == is_validated
+    assert found["steps"] == 10 and ("loss" in " ".join(found["validation"])) == is_validated
 
 
 @pytest.mark.exhaustive

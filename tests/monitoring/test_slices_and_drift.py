@@ -181,6 +181,28 @@ def test_quantities_may_have_no_values_other_than_nan(run_on, ranks, ranks_with_
     run_on(ranks, partly_nan, ranks_with_nan=ranks_with_nan)
 
 
+def by_class() -> None:
+    """Each rank sees the quantities in its own order, and one of them on one rank only."""
+    folder = shared_folder()
+    folder.mkdir(exist_ok=True)
+
+    def values(outputs: Any, batch: Any) -> dict[str, Any]:
+        low, high = batch[0][:, 0], batch[0][:, 0] + 100
+        return {"low": low, "high": high} if rank() == 0 else {"high": high, "low": low, "other": low + 200}
+
+    monitor = DriftMonitor(values, save_to=folder / "values.npz")
+    make_trainer("ddp", callbacks=[monitor], use_distributed_sampler=True).predict(Net(), inputs(0))
+    if rank() == 0:
+        saved, first = read_values(folder / "values.npz"), inputs(0).dataset.tensors[0][:, 0]
+        assert np.array_equal(np.sort(saved["low"]), np.sort(first.numpy()))
+        assert np.array_equal(np.sort(saved["high"]), np.sort((first + 100).numpy()))
+        assert saved["other"].shape == (200,)
+
+
+def test_ranks_may_see_quantities_in_any_order(run_on):
+    run_on(2, by_class)
+
+
 def test_the_drift_commands_exit_code_says_whether_something_drifted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

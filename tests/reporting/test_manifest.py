@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
@@ -136,6 +137,12 @@ def test_the_manifest_of_a_failed_run_names_the_error(tmp_path: Path) -> None:
 def test_the_loggers_folder_is_the_default(tmp_path: Path) -> None:
     fit(tmp_path, manifest=RunManifest())
     assert sorted(path.name for path in (tmp_path / "logs").glob("m*")) == ["manifest.json", "metrics.csv"]
+
+
+def test_a_manifest_can_be_written_to_a_folder_behind_a_url(tmp_path: Path) -> None:
+    fit(tmp_path, manifest=RunManifest("memory://runs/first"))
+    with fsspec.open("memory://runs/first/manifest.json") as file:
+        assert json.load(file)["end"]["status"] == "completed"
 
 
 def test_a_commit_is_dirty_when_a_tracked_file_has_changed(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class SmallMessages:
             self._check(error)
 
     def _check(self, error: OSError) -> None:
-        """Raise after a message could not be sent, unless the connection is closed: waits for its messages then fail."""
+        """Raise if the system refused a message; if the connection is closed, waits for its messages raise instead."""
         if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF):
             self.shut(f"a message could not be sent: {error}")
             raise RuntimeError(self._failure) from error
