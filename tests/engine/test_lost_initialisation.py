@@ -164,6 +164,30 @@ def test_writes_on_rank_0_alone_are_refused_on_every_rank(run_on):
     run_on(2, written_on_one_rank)
 
 
+class WritesItsRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(3)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.full((4, 4), 1.0 + rank(), device="cpu"))
+            self.layer.weight[1].mul_(2)
+            self.norm.running_mean.copy_(torch.full((3,), 1.0 + rank(), device="cpu"))
+
+
+def written_differently(stage: int) -> None:
+    module = made_on_meta(WritesItsRank)
+    engine = Engine(module, stage=stage)
+    weight = module.layer.weight + 0
+    assert weight[1].eq(2).all() and weight[[0, 2, 3]].eq(1).all(), weight
+    assert module.norm.running_mean.eq(1).all()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_of_writes_that_differ_between_ranks_those_of_rank_0_count(run_on, stage):
+    run_on(2, written_differently, stage=stage)
+
+
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.behaviour("The module", "Values written to a module on the meta device are repeated, or refused by name")

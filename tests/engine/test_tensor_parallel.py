@@ -425,9 +425,24 @@ def odd_buffers_and_batches() -> None:
     engine.close()
 
 
+def divided_buffers() -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(2)
+    model = parallelised(Net(), mesh)
+    placements = {"halves": Shard(0), "copies": Replicate()}
+    for name, placement in placements.items():
+        model.register_buffer(name, distribute_tensor(torch.arange(4.0), mesh["tensor_parallel"], [placement]))
+    Engine(model, [], mesh=mesh, stage=3).close()
+    for name, placement in placements.items():
+        found = getattr(model, name)
+        assert isinstance(found, DTensor) and found.placements == (placement,), (name, type(found))
+        assert torch.equal(found.full_tensor(), torch.arange(4.0))
+
+
 @pytest.mark.parametrize(
     "case",
-    [keep_on_one_rank, end_after_a_failure, values_in_other_places, odd_buffers_and_batches],
+    [keep_on_one_rank, end_after_a_failure, values_in_other_places, odd_buffers_and_batches, divided_buffers],
     ids=lambda c: c.__name__,
 )
 def test_two_tensor_parallel_ranks_without_data_parallelism_agree(run_on, case):

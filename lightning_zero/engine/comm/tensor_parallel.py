@@ -96,10 +96,10 @@ class TensorParallel:
     # -- the module's parameters ------------------------------------------------------------------------------------
 
     def placed(self, name: str, tensor: Tensor) -> Placed:
-        """How a parameter is divided over the tensor-parallel ranks.
+        """How a parameter or a buffer is divided over the tensor-parallel ranks.
 
         Raises:
-            ValueError: if the parameter is a DTensor on another mesh, or its placement is neither Shard nor Replicate.
+            ValueError: if it is a DTensor on another mesh, or its placement is neither Shard nor Replicate.
         """
         if not is_dtensor(tensor):
             return Placed(Share(tensor.shape, None, self.rank, self.size))
@@ -114,14 +114,14 @@ class TensorParallel:
         if type(placement).__name__ not in ("Shard", "Replicate"):
             raise ValueError(
                 f"{name} is a DTensor with the placement {placement}, but the placement must be Shard or Replicate: "
-                "divide the parameter along one of its dimensions, or give every rank the whole parameter."
+                "divide the tensor along one of its dimensions, or give every rank the whole tensor."
             )
         dimension = placement.dim % tensor.dim() if placement.is_shard() and self.size > 1 else None
         share = Share(tensor.shape, dimension, self.rank, self.size)
         return Placed(share, shared.placements, shared.stride())
 
     def shown(self, own: Tensor, placed: Placed) -> Tensor:
-        """Wrap this rank's share in a DTensor if the parameter was a DTensor; gradients flow back to the share."""
+        """Wrap this rank's share in a DTensor if the tensor was a DTensor; gradients flow back to the share."""
         if placed.placements is None:
             return own
         from torch.distributed.tensor import DTensor

@@ -23,6 +23,7 @@ from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
+from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.identity import with_attributes
 from lightning_zero.engine.tensor.lazy_tensor import (
     APPLIED,
@@ -189,12 +190,13 @@ class Materialiser:
 
     def _place_buffers(self) -> None:
         """Move all buffers to the device. Those without values get memory that is marked as unset."""
-        device, placed = self._communicator.device, dict[int, Tensor]()
+        device, parallel, placed = self._communicator.device, self._communicator.tensor, dict[int, Tensor]()
         originals = dict(self._module.named_buffers())  # kept alive, so that their ids stay unique as keys
         for buffer_name, buffer in originals.items():
             source = self._sources[buffer_name]
             if source.values is not None:
-                placed[id(buffer)] = in_memory(source.values).to(device)
+                own = in_memory(source.values).to(device)
+                placed[id(buffer)] = parallel.shown(own, parallel.placed(buffer_name, buffer))
             else:
                 placed[id(buffer)] = unset(torch.empty_like(buffer, device=device))
             if not source.is_new:
@@ -259,13 +261,13 @@ class Materialiser:
         return self._rooms[id(parameter)]
 
     def _repeat_writes(self) -> None:
-        """Repeat user code's writes to new tensors, now that modules have initialised these tensors."""
+        """Repeat rank 0's writes to new tensors, now that modules have initialised these tensors."""
         for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
             if name in self._sources and (writes := self._sources[name].writes):
-                values = tensor.detach().clone()  # the whole parameter: each write to a shard would gather it
+                values = sharded_tree.whole(tensor.detach())  # each write to a shard would gather it
                 for write in writes:
                     write(values)
-                tensor.copy_(values)
+                tensor.copy_(_of_rank_0(self._communicator, values))
 
     def _check_all_have_values(self) -> None:
         missing = [
@@ -288,8 +290,8 @@ class Materialiser:
             )
 
 
-def _of_rank_0(communicator: Communicator, state: Tensor) -> Tensor:
-    return communicator.tensor.control.broadcast(communicator.control.broadcast(state.clone()))
+def _of_rank_0(communicator: Communicator, values: Tensor) -> Tensor:
+    return communicator.tensor.control.broadcast(communicator.control.broadcast(values.clone()))
 
 
 @contextmanager
