@@ -33,7 +33,7 @@ from lightning_zero.engine.runtime.schedule import Unit
 from lightning_zero.engine.state.slot import slot_of
 from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
-from lightning_zero.engine.tensor.wrapper import WrapperTensor
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.wrapper import WrapperTensor, flat_range
 
 __all__ = ["Engine", "EngineConfig", "Report", "ShardedTensor", "Unit", "engine_of", "slot_of"]

@@ -37,7 +37,7 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import flat_range
+from lightning_zero.engine.tensor.wrapper import flat_range
 from lightning_zero.io.labels import new_label
 from tests.support import rank
 

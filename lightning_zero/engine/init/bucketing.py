@@ -26,8 +26,7 @@ from lightning_zero.engine.state.buffer import without_memory
 from lightning_zero.engine.state.extensions import Extension
 from lightning_zero.engine.state.residency import Medium, ResidencyPlan, shard
 from lightning_zero.engine.state.slot import make_sharded
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import flat_range
+from lightning_zero.engine.tensor.wrapper import flat_range
 
 # Layers that use their weights only in operators that autocast computes in low precision.
 _CAST_LAYERS = (
@@ -88,8 +87,7 @@ class UnshardedBucket:
                     end = max(min(end, last), begin)
                 if source.values is not None and (everywhere or communicator.rank == 0):
                     values = source.values.detach()
-                    read = values.stored if isinstance(values, LazyTensor) else partial(flat_range, values)
-                    flat[begin:end].copy_(read(begin - segment.start, end - segment.start))
+                    flat[begin:end].copy_(flat_range(values, begin - segment.start, end - segment.start))
             if not everywhere:
                 communicator.control.broadcast(flat[run[0][0].start : run[-1][0].stop])
                 for segment in (segment for segment, _ in run if not segment.share.is_divided):

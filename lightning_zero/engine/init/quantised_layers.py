@@ -113,7 +113,7 @@ def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
     codes = _Codes(parameter, values)
     shown = codes.on_meta() if wait else codes.made()
     if wait:
-        origin = values.origin if isinstance(values, LazyTensor) else None
+        origin = values.lazy_values.origin if isinstance(values, LazyTensor) else None
         shown = DeferredCodes("", shown.shape, shown.dtype, codes, origin)
     set_contents(parameter, nn.Parameter(shown, requires_grad=False))
     if hasattr(parameter, "CB") and not wait:
@@ -169,7 +169,7 @@ class DeferredCodes(LazyTensor):
     """Codes of values that stay in a file until the codes are read."""
 
     def alias(self) -> Tensor:
-        return DeferredCodes._over(self._source, self.shape, self.dtype)
+        return DeferredCodes._over(self.lazy_values, self.shape, self.dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Nothing: a conversion to another dtype is not meant for codes, and the engine moves them."""
@@ -178,7 +178,7 @@ class DeferredCodes(LazyTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             attributes = {name: value for name, value in attributes_of_users(self).items() if name != "module"}
-            shown, source = torch.empty(self.shape, dtype=self.dtype, device="meta"), replace(self._source)
+            shown, source = torch.empty(self.shape, dtype=self.dtype, device="meta"), replace(self.lazy_values)
             copied = project_class(self)(shown, requires_grad=False, **copy.deepcopy(attributes, memo))
             if isinstance(source.read, _Codes):  # otherwise user code has replaced the codes
                 source.read = source.read.of(copied)
@@ -195,7 +195,7 @@ def prepare(module: nn.Module, device: torch.device) -> None:
     for _, layer in quantised_layers(module):
         weight = layer.weight
         if isinstance(weight, DeferredCodes):
-            codes: Any = weight._source.read
+            codes: Any = weight.lazy_values.read
             codes.device = device
         elif weight.is_floating_point() and not getattr(weight, "bnb_quantized", False):
             layer.to(weight.device)

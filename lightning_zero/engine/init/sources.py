@@ -138,9 +138,9 @@ def agree_on_sources(
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        stored = found.origin if is_parameter and isinstance(found, LazyTensor) else None
+        stored = found.lazy_values.origin if is_parameter and isinstance(found, LazyTensor) else None
         origin = _NOWHERE if found is None else stored or _MEMORY
-        writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
+        writes[name] = (tensor.lazy_values.writes if isinstance(tensor, LazyTensor) else None) or ()
         is_trained = is_parameter and tensor.requires_grad
         kind = f"{tuple(tensor.shape)} in {tensor.dtype}, {'trained' if is_trained else 'not trained'}"
         if isinstance(tensor, nn.Parameter) and tensor in extension_of:
@@ -149,7 +149,7 @@ def agree_on_sources(
             kind += f" with {rounding_options}"
         if writes[name]:
             kind += f", written to {len(writes[name])} times"
-        initialised_by = tensor.initialised_by if isinstance(tensor, LazyTensor) else ()
+        initialised_by = sorted(tensor.lazy_values.initialised_by) if isinstance(tensor, LazyTensor) else ()
         lacks_values = isinstance(tensor, LazyTensor) and tensor.lacks_values
         mine[name] = kind, origin, (initialised_by, found is None and _has_lost_writes(tensor), lacks_values)
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.

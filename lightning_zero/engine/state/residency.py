@@ -21,7 +21,7 @@ from lightning_zero.engine.config import LOW_PRECISION, EngineConfig, OffloadCon
 from lightning_zero.engine.offload import MASTERS, PARAMETERS, DiskStates, Swap
 from lightning_zero.engine.plan.layout import BucketLayout, Placements, Segment
 from lightning_zero.engine.plan.mesh import NODE
-from lightning_zero.engine.tensor.sharded_tensor import flat_range
+from lightning_zero.engine.tensor.wrapper import flat_range
 
 
 class Medium(Enum):

@@ -16,7 +16,6 @@ from torch.autograd.graph import increment_version
 from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.comm.tensor_parallel import Placed, is_dtensor
 from lightning_zero.engine.compat import accumulation_hooks, gradient_hooks, set_accumulation_hooks, set_gradient_hooks
-from lightning_zero.engine.offload import Updates
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.identity import exchange, exchange_memory, set_contents
 from lightning_zero.engine.tensor.sharded_tensor import (
@@ -191,7 +190,7 @@ class BucketSlot:
         return self.bucket.residency.at_rest(self.local_range)
 
     def _synchronize(self) -> None:
-        synchronize(self.background)  # background work may be using the shard, to which callers may write
+        synchronize(self.bucket.background)  # background work may be using the shard, to which callers may write
         self.bucket.wait()  # a gather may be filling the buffer, of which the shard may be a slice
         if self.bucket.may_be_written(self.index):
             self.bucket.copy_writes_to_masters()
@@ -284,11 +283,6 @@ class BucketSlot:
     def group(self) -> Any:
         """Identifies the ranks that the parameter is sharded over; equal for parameters with the same ranks."""
         return self.bucket.communicator
-
-    @property
-    def background(self) -> Updates:
-        """The owner of background work on the parameter and its optimizer state (see ``BackgroundWork``)."""
-        return self.bucket.background
 
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
         """Reduce a small tensor over all ranks, in place. Collective. Errors call the reduction ``what``."""

@@ -440,7 +440,7 @@ def _act(func: Any, args: Any, kwargs: Any) -> Any:
     # a short way for parameters that a model reads outside of their module, which takes a tenth off its step
     if not kwargs and _only_reads(func) and (at_hand := _at_hand(args)) is not None:
         return func(*at_hand)
-    if _targets(func) == [0] and (lazy := _lazy_base(args[0])) is not None and lazy.is_writable_in_place:
+    if _targets(func) == [0] and (lazy := _lazy_base(args[0])) is not None and lazy.lazy_values.write is None:
         return _write(lazy, func, args, kwargs)
     handler = _handler_of(func)
     out = handler(func, args, kwargs) if handler is not None else NotImplemented

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.compat import calls_on_stack, is_within_meta_device
 from lightning_zero.engine.tensor.identity import like, set_contents
-from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
+from lightning_zero.engine.tensor.wrapper import WrapperTensor, flat_range, new_wrapper, replay
 
 # -- methods that initialise modules, which are called again when a module on the meta device receives its values ------
 
@@ -77,10 +77,13 @@ Write = Callable[[Tensor], None]
 
 
 @dataclass
-class _LazyValues:
+class LazyValues:
     """Where a lazy tensor and its aliases read their values; ``use`` switches to values in memory.
 
     Attributes:
+        read: returns elements ``[start, stop)`` of the flattened values, 1-D, in ``dtype``.
+        origin: equal on all ranks that read the same stored values; None if only this rank can read them.
+        write: writes new values to where they are stored; None if they cannot be replaced there.
         writes: the operators that have written to a tensor without values; None if it has values.
         held: values in memory, to which operators write in place; None if the values are elsewhere.
         may_lack: whether elements of ``held`` were marked as unwritten; see ``unset``.
@@ -98,12 +101,8 @@ class _LazyValues:
     initialised_by: frozenset[str] = frozenset()
 
     def use(self, values: Tensor, may_lack: bool = False) -> None:
-        self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), None
+        self.dtype, self.read, self.origin = values.dtype, partial(flat_range, values), None
         self.writes, self.held, self.may_lack = None, values, may_lack
-
-
-def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
-    return values.reshape(-1)[start:stop]
 
 
 class LazyTensor(WrapperTensor):
@@ -122,7 +121,7 @@ class LazyTensor(WrapperTensor):
         write: replaces the stored values with those of a tensor of the same shape; None if the source is read-only.
     """
 
-    _source: _LazyValues
+    lazy_values: LazyValues
     is_meta = False  # if True, ``load_state_dict`` would skip parameters on the meta device
 
     @staticmethod
@@ -136,7 +135,7 @@ class LazyTensor(WrapperTensor):
         write: Callable[[Tensor], None] | None = None,
         device: torch.device | str = "cpu",
     ) -> LazyTensor:
-        return cls._over(_LazyValues(name, dtype, read, origin, write), torch.Size(shape), dtype, device)
+        return cls._over(LazyValues(name, dtype, read, origin, write), torch.Size(shape), dtype, device)
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,7 +143,7 @@ class LazyTensor(WrapperTensor):
         if isinstance(values, LazyTensor):
             return values.cast(dtype)
         values = values.detach()
-        source = _LazyValues("", values.dtype, partial(_range_of, values), None)
+        source = LazyValues("", values.dtype, partial(flat_range, values), None)
         if values.device.type != "meta":
             return cls._over(source, values.shape, dtype, values.device)
         source.writes = []
@@ -152,10 +151,10 @@ class LazyTensor(WrapperTensor):
 
     @classmethod
     def _over(
-        cls, source: _LazyValues, shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls, source: LazyValues, shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> LazyTensor:
         self = new_wrapper(cls, shape, dtype=dtype, device=torch.device(device))
-        self._source = source
+        self.lazy_values = source
         return self
 
     @property
@@ -166,25 +165,12 @@ class LazyTensor(WrapperTensor):
     @property
     def lacks_values(self) -> bool:
         """Whether user code has written only some of the values of a tensor that was made without values."""
-        source = self._source
+        source = self.lazy_values
         return source.may_lack and source.held is not None and is_unset(source.held)
 
     @property
-    def writes(self) -> list[Write]:
-        """The operators that have written to this tensor since it was made without values."""
-        return self._source.writes or []
-
-    @property
-    def initialised_by(self) -> tuple[str, ...]:
-        return tuple(sorted(self._source.initialised_by))
-
-    @property
     def records_writes(self) -> bool:
-        return self._source.writes is not None
-
-    @property
-    def is_writable_in_place(self) -> bool:
-        return self._source.write is None
+        return self.lazy_values.writes is not None
 
     def apply(self, steps: list[tuple[Any, Any, Any]], function: Any, args: Any, kwargs: Any) -> None:
         """Run an operator on values in memory; record it if there are no values within ``torch.device("meta")``.
@@ -200,7 +186,7 @@ class LazyTensor(WrapperTensor):
             with torch.no_grad():
                 function(replay(values, steps), *args, **kwargs)
 
-        source = self._source
+        source = self.lazy_values
         if source.writes is not None and is_within_meta_device():
             if running := running_initialisers():
                 source.writes.clear()
@@ -219,26 +205,17 @@ class LazyTensor(WrapperTensor):
         if values is not source.held:  # only now, since the operator may raise
             source.use(values, may_lack)
 
-    @property
-    def origin(self) -> Any:
-        """Equal on all ranks that read the same stored values; None if only this rank can read them."""
-        return self._source.origin
-
-    def stored(self, start: int, stop: int) -> Tensor:
-        """Like ``shown``, but in the source's dtype, before any rounding to the tensor's dtype."""
-        return self._source.read(start, stop)
-
     def shown(self, start: int, stop: int) -> Tensor:
-        return self.stored(start, stop).to(self.dtype)
+        return self.lazy_values.read(start, stop).to(self.dtype)
 
     def whole(self) -> Tensor:
         return self.shown(0, self.numel()).view(self.shape)
 
     def write_whole(self, value: Tensor) -> None:
-        if self._source.write is not None:
-            self._source.write(value.detach())
+        if self.lazy_values.write is not None:
+            self.lazy_values.write(value.detach())
         elif value.device.type != "meta":
-            self._source.use(value.detach())
+            self.lazy_values.use(value.detach())
         elif torch.get_default_device().type != "meta":
             raise RuntimeError(
                 "A parameter made with empty_init=True, or on the meta device, has no values that this operator could "
@@ -246,13 +223,13 @@ class LazyTensor(WrapperTensor):
             )
 
     def alias(self) -> Tensor:
-        return LazyTensor._over(self._source, self.shape, self.dtype, super().device)
+        return LazyTensor._over(self.lazy_values, self.shape, self.dtype, super().device)
 
     def cast(self, dtype: torch.dtype) -> Tensor:
         """A copy in the given dtype. Its values are read when they are used, or now if the source is writable."""
-        if self._source.write is not None:
+        if self.lazy_values.write is not None:
             return self.whole().to(dtype, copy=True)
-        before, source = self.dtype, replace(self._source)
+        before, source = self.dtype, replace(self.lazy_values)
         # later writes to either tensor must not change the other one
         if source.writes is not None:
             source.writes = list(source.writes)
@@ -273,15 +250,15 @@ class LazyTensor(WrapperTensor):
 
     def _made_ordinary(self) -> Any:
         """Turn this into an ordinary tensor, with memory that its aliases share."""
-        if self._source.write is not None:  # later writes to memory would not reach the source
+        if self.lazy_values.write is not None:  # later writes to memory would not reach the source
             raise RuntimeError(
-                f"'{self._source.name}' is a lazy tensor, whose values stay in a file: it has no memory of its own. "
-                "Call tensor.clone() to read the values into an ordinary tensor."
+                f"'{self.lazy_values.name}' is a lazy tensor, whose values stay in a file: it has no memory of its "
+                "own. Call tensor.clone() to read the values into an ordinary tensor."
             )
         if self.device.type == "meta":
             return self.whole()
         grad, values = self.grad, self.detach().clone()
-        self._source.use(values)  # aliases have the same source
+        self.lazy_values.use(values)  # aliases have the same source
         set_contents(self, like(self, values.detach()))
         self.grad = grad
         return self
@@ -299,7 +276,7 @@ class LazyTensor(WrapperTensor):
         return self._made_ordinary().set_(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"LazyTensor({self._source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyTensor({self.lazy_values.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:

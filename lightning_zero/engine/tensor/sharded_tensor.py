@@ -19,7 +19,7 @@ from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.compat import SlotsOfDTensor
 from lightning_zero.engine.plan.share import Box, boxes_of
 from lightning_zero.engine.tensor.identity import like, set_contents, with_attributes
-from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, reader
+from lightning_zero.engine.tensor.wrapper import WrapperTensor, flat_range, new_wrapper, reader
 
 if TYPE_CHECKING:  # importing these takes a while, and only checkpoints need them
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -182,7 +182,7 @@ class ShardedTensor(WrapperTensor):
             return self.slot.local_parameter()
         if (own := self.own_values) is not None:
             return local_range_of(own, self.slot)
-        synchronize(self.slot.background)  # background work may be writing to the range
+        synchronize(self.slot.bucket.background)  # background work may be writing to the range
         if (complete := getattr(self.keep, "complete", None)) is not None:
             complete()
         return self._local
@@ -355,8 +355,3 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
         return value.local
     value = value if value.shape == slot.shape else value.expand(slot.shape)
     return slot.share.range_of(slot.offset, slot.offset + slot.local_numel, partial(flat_range, value))
-
-
-def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
-    """Return the elements ``[start, stop)`` of the flattened tensor as a 1-D tensor, for immediate reading only."""
-    return value.shown(start, stop) if isinstance(value, WrapperTensor) else value.reshape(-1)[start:stop]

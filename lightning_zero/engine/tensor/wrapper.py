@@ -183,6 +183,11 @@ def _refuse_null_memory(tensor: Tensor, value: Tensor) -> None:
 ask_before_set_data(_refuse_null_memory)
 
 
+def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
+    """Return the elements ``[start, stop)`` of the flattened tensor as a 1-D tensor, for immediate reading only."""
+    return value.shown(start, stop) if isinstance(value, WrapperTensor) else value.reshape(-1)[start:stop]
+
+
 class RecordedView(WrapperTensor):
     """A recorded view of a sharded or lazy tensor: reads and writes go to the viewed tensor.
 
