@@ -20,7 +20,6 @@ from lightning_zero.engine.comm.asynchronous import Streams, synchronize
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import Ledger, Phases, summed
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
-from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
 from lightning_zero.engine.compat import OwnHook, flatten_weights, leave_out_of_copies
@@ -162,7 +161,6 @@ class Engine:
             self._connect(group, device, simulation)
             self._shared = SharedByBuckets(
                 self.communicator,
-                self.rendezvous,
                 Streams(device),
                 self.ledger,
                 self.phases,
@@ -195,11 +193,9 @@ class Engine:
         check_frozen(self._scripted)
 
     def _connect(self, group: ProcessGroup | None, device: torch.device, simulation: Simulation | None = None) -> None:
-        """Make the communicator and the rendezvous, which are closed when the engine is closed or deleted."""
+        """Make the communicator, which is closed when the engine is closed or deleted."""
         self.communicator = Communicator(group, device, self.config.shard_within, self._mesh, simulation)
-        self.rendezvous = Rendezvous(self.communicator)
-        for part in (self.rendezvous, self.communicator):
-            weakref.finalize(self, part.close)
+        weakref.finalize(self, self.communicator.close)
 
     def _shard(
         self,
@@ -231,9 +227,7 @@ class Engine:
             check_compression(self.config, unsharded, self.communicator)
             if self._swap is not None:
                 reserve_disk(self._swap, unsharded, self.communicator)
-            materialiser = Materialiser(
-                module, plans, unsharded, sources, initialisers, self.communicator, self.rendezvous
-            )
+            materialiser = Materialiser(module, plans, unsharded, sources, initialisers, self.communicator)
             return [Unit(plan, of_unit) for plan, of_unit in zip(plans, materialiser.run())]
         except BaseException:
             self._clear_disk()
@@ -274,7 +268,7 @@ class Engine:
             in_flight=config.reduction_buffers if config.overlap else 0,
             reduces_every_backward=self._reduces_every_backward,
         )
-        self.join = Join(self.communicator, self.rendezvous, self.schedule, self.reducer, self.buckets)
+        self.join = Join(self.communicator, self.schedule, self.reducer, self.buckets)
         if self.gathers:
             join_generate(self.join, module)
         seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
@@ -433,11 +427,11 @@ class Engine:
 
     def met(self, what: str) -> AbstractContextManager[None]:
         """Context for reads of sharded tensors that every rank begins now; ``what`` is read, for errors. Collective."""
-        return self.rendezvous.met(what)
+        return self.communicator.rendezvous.met(what)
 
     def have_met(self) -> AbstractContextManager[None]:
         """Like ``met``, but without an exchange, for reads that every rank is known to begin now."""
-        return self.rendezvous.have_met()
+        return self.communicator.rendezvous.have_met()
 
     def traffic(self) -> Counter[tuple[str, str, str]]:
         """What collectives have sent so far: numbers by (elements, bytes or calls; kind of collective; link)."""
@@ -518,7 +512,7 @@ class Engine:
             if all(tensor.whole_at_hand() is not None for _, tensor in sharded):
                 return walk(state, leaf)
             with (
-                self.rendezvous.met("the module's state dict"),
+                self.communicator.rendezvous.met("the module's state dict"),
                 closing(whole_tensors(sharded, _AHEAD_BYTES)) as values,
                 read_by(InOrder(sharded, values)),
             ):
@@ -550,7 +544,7 @@ class Engine:
             if slot.bucket.master_dtype != slot.bucket.dtype
         }
         masters = {name: ShardedTensor(slot, slot.parameter_at_rest(), keep=self) for name, slot in finer.items()}
-        with self.rendezvous.met("the fp32 masters") if finer and leaf is not in_parts else nullcontext():
+        with self.communicator.rendezvous.met("the fp32 masters") if finer and leaf is not in_parts else nullcontext():
             return walk(masters, leaf)
 
     def load_masters(self, masters: dict[str, Tensor], *, module: nn.Module | None = None) -> None:
@@ -581,14 +575,13 @@ class Engine:
     def rejoin(self) -> None:
         """After a failed run, connect to the process group again, to save a checkpoint and close the engine."""
         self.communicator.end_transfers()
-        self.rendezvous.close()
         self.communicator.close()
         self._connect(None, self.communicator.device)
         self._optimizers.communicator = self.communicator
         self._optimizers.recover()
         for bucket in self.buckets:
             bucket.abandon()
-            bucket.rejoin(self.communicator, self.rendezvous)
+            bucket.rejoin(self.communicator)
 
     def shortage_for_whole(self, *, keeps_masters: bool) -> str | None:
         """Describe a host without memory for the tensors that ``close(device="cpu")`` makes; or None. Collective.
@@ -600,7 +593,7 @@ class Engine:
             Exception: the error of a failed update in the background.
         """
         self._optimizers.finish_updates()
-        with self.rendezvous.met("the module's parameters"):
+        with self.communicator.rendezvous.met("the module's parameters"):
             return shortage_for_whole(self.buckets, self.optimizers, self.communicator, keeps_masters=keeps_masters)
 
     def close(self, *, communicate: bool = True, device: torch.device | str | None = None) -> None:
@@ -634,7 +627,6 @@ class Engine:
                 except Exception as raised:
                     error = error or raised
         finally:
-            self.rendezvous.close()
             self.communicator.close()
             is_sharded = any(bucket.parameters for bucket in self.buckets)
             self.units = []
@@ -659,7 +651,7 @@ class Engine:
         for part in self._installed:
             part.remove()
         self.windows.activations = None
-        restore_parameters(self.buckets, self.communicator, self.rendezvous, device, alone)
+        restore_parameters(self.buckets, self.communicator, device, alone)
         if (module := self._module()) is not None:
             _engines.pop(module, None)
             for inner in module.modules():

@@ -186,7 +186,7 @@ def whole_tensors(tensors: Sequence[Named], max_bytes: int) -> Generator[Tensor,
                 held = last = 0
             if left and (len(begun) < 2 or held <= max_bytes // 2):  # several at once, since the ranks meet before
                 what = f"the stream of weights from '{left[0][0]}'"
-                with bucket.rendezvous.met(what) if bucket is not None else nullcontext(), torch.no_grad():
+                with bucket.communicator.rendezvous.met(what) if bucket is not None else nullcontext(), torch.no_grad():
                     while left and (not begun or held + nbytes_of(left[0][1]) <= max_bytes):
                         _, tensor = left.popleft()
                         begun.append((nbytes_of(tensor), _begin(tensor)))

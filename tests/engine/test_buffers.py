@@ -51,9 +51,9 @@ def test_buffers_of_every_kind_are_copied_from_rank_0_in_one_message(run_on, sta
 def meetings(stage):
     module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     engine = Engine(module, stage=stage)
-    before = engine.rendezvous.meetings
+    before = engine.communicator.rendezvous.meetings
     engine.full_state_dict()
-    count = engine.rendezvous.meetings - before
+    count = engine.communicator.rendezvous.meetings - before
     engine.close()
     return count
 

@@ -360,7 +360,7 @@ def refuse_a_read() -> None:
                 with pytest.raises(RuntimeError, match="so far summed only within each machine"):
                     if rank() == 1:
                         module.head.weight.grad.norm()
-                    engine.rendezvous.meet("another read")
+                    engine.communicator.rendezvous.meet("another read")
             module(*batch(1)).backward()
             optimizer.step()
             results.append(engine.full_state_dict())

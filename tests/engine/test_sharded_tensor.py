@@ -1013,12 +1013,12 @@ class Counted:
 
 def count_requests():
     _, _, _, engine = make(3)
-    engine.rendezvous._store = store = Counted(engine.rendezvous._store)
+    engine.communicator.rendezvous._store = store = Counted(engine.communicator.rendezvous._store)
     requests = []
     for turn in range(20):
         dist.barrier()
         store.requests.clear()
-        engine.rendezvous.meet(f"meeting {turn}")
+        engine.communicator.rendezvous.meet(f"meeting {turn}")
         requests.append(len(store.requests))
         # its own arrival and the sum of all, neither of which grows with the ranks
         assert set(store.requests) <= {"add", "delete_key"}

@@ -124,9 +124,11 @@ def live(stage):
     ):
         nn.init.zeros_(module.scale)
         engine.reset_counters()
-        meetings = engine.rendezvous.meetings
+        meetings = engine.communicator.rendezvous.meetings
         load()
-        assert not engine.report().calls and engine.rendezvous.meetings == meetings, "no rank asks another for anything"
+        assert not engine.report().calls and engine.communicator.rendezvous.meetings == meetings, (
+            "no rank asks another for anything"
+        )
         same_tensors(engine.full_state_dict(), expected, bound=0)
     engine.close()
     same_tensors(module.state_dict(), expected, bound=0)

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +21,7 @@ from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.cross_memory.exchange import connect
 from lightning_zero.engine.comm.failures import Watch, explained
 from lightning_zero.engine.comm.process_group import ProcessGroup
+from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import DATA, ActivationParts, TensorParallel
 from lightning_zero.engine.comm.transport import Bounds, Codec, Started, Transport
@@ -200,10 +200,9 @@ class Communicator:
         shards_within: whether parameters are sharded within groups of ranks.
         is_on_one_machine: whether all ranks are known to be on one machine.
         may_compress: whether gradients cross between machines in an exchange of their own, which can be compressed.
-        timeout: the process group's timeout; exists only if the group has another process.
+        timeout: the process group's timeout.
+        rendezvous: makes all ranks that hold the module wait for each other.
     """
-
-    timeout: timedelta
 
     def __init__(
         self,
@@ -222,12 +221,13 @@ class Communicator:
         self.is_on_one_machine, self.may_compress = True, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
         self.everyone = self.control = ControlPlane(self.counters)
-        self.name = ""
+        self.name, self.timeout = "", process_group.FOREVER
         if self.size * self.tensor.size > 1:
             self.group = group or process_group.default_group()
             self._ranks = process_group.ranks_of(self.group)
             self.timeout = process_group.timeout_of(self.group, device)
             self._meet(process_group.default_group() if self.tensor.size > 1 else self.group, simulation)
+        self.rendezvous = Rendezvous(self.everyone, self.name, self.timeout)
         if self.size > 1:
             topology, groups, is_gloo_on_cpu = self._arrange(shard_within, simulation)
             if simulation is not None:
@@ -424,7 +424,8 @@ class Communicator:
                 process_group.end_waits(group)
 
     def close(self) -> None:
-        """Close the transports and the watch over the waits, and destroy the groups that this object created."""
+        """Close the rendezvous, the transports and the watch, and destroy the groups that this object created."""
+        self.rendezvous.close()
         if self.everyone.watch is not None:
             for collectives in self._along.values():
                 collectives.close()

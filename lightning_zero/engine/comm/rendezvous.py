@@ -12,9 +12,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TypeVar
 
-from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.failures import SAME_UNITS, Watch, failure
 from lightning_zero.engine.comm.process_group import named_store
 
@@ -50,23 +51,26 @@ class Absence:
 class Rendezvous:
     """Makes all ranks of one engine wait for each other before a collective that user code has caused.
 
+    Args:
+        everyone: the control plane of these ranks.
+        name: identifies the ranks' communicator on every rank.
+
     Attributes:
         meetings: the number of rendezvous so far.
         is_closed: whether ``close`` was called; always False if no other process exists.
         absence: the ranks that are absent now, if any.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        everyone = communicator.everyone
+    def __init__(self, everyone: ControlPlane, name: str, timeout: timedelta) -> None:
         self._rank, self._size, self._watch = everyone.rank, everyone.size, everyone.watch
         self.is_closed, self.absence = False, Absence()
         self.meetings = 0
         self._is_met = False
         self._last: tuple[int, ...] = ()  # the buckets gathered last
         self._next: dict[tuple[int, ...], int] = {}  # by the buckets gathered last: the next one on every rank
+        self._timeout = timeout.total_seconds()
         if self._watch is not None:
-            self._timeout = communicator.timeout.total_seconds()
-            self._store = named_store(f"lightning_zero/rendezvous/{communicator.name}")
+            self._store = named_store(f"lightning_zero/rendezvous/{name}")
 
     def meet(self, what: str, advice: str = _SAME_LINES) -> None:
         """Wait until every rank has called this method with the same argument.

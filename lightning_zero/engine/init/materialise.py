@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.init.bucketing import UnshardedBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
 from lightning_zero.engine.init.sources import Source
@@ -148,11 +147,9 @@ class Materialiser:
         sources: dict[str, Source],
         initialisers: dict[int, list[Call]],
         communicator: Communicator,
-        rendezvous: Rendezvous,
     ) -> None:
         self._module, self._unsharded, self._sources = module, unsharded, sources
-        self._initialisers = initialisers
-        self._communicator, self._rendezvous = communicator, rendezvous
+        self._initialisers, self._communicator = initialisers, communicator
         # Unit numbers, by the id of the unit's last module: once that module is materialised, the unit is complete.
         self._unit_of = {id(module if plan.is_root else plan.blocks[-1]): number for number, plan in enumerate(plans)}
         self._buckets: list[list[Bucket]] = [[] for _ in unsharded]
@@ -165,7 +162,7 @@ class Materialiser:
     def run(self) -> list[list[Bucket]]:
         """Materialise and shard all units, and return each unit's buckets. Collective."""
         is_new = any(source.is_new for source in self._sources.values())
-        meeting = self._rendezvous.met("the module's initial values") if is_new else nullcontext()
+        meeting = self._communicator.rendezvous.met("the module's initial values") if is_new else nullcontext()
         drawing = _drawing_as_rank_0(self._communicator) if is_new else nullcontext()
         with torch.no_grad(), meeting, drawing:
             self._place_buffers()

@@ -14,7 +14,6 @@ from torch import nn
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import explained
 from lightning_zero.engine.comm.process_group import all_gather_objects, world_size
-from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.state.bucket import Bucket, BucketState
 from lightning_zero.engine.state.slot import BucketSlot, make_ordinary, slot_of, slots_of
 from lightning_zero.engine.tensor.identity import like, set_contents
@@ -22,14 +21,14 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 
 def restore_parameters(
-    buckets: Sequence[Bucket], communicator: Communicator, rendezvous: Rendezvous, device: torch.device, alone: bool
+    buckets: Sequence[Bucket], communicator: Communicator, device: torch.device, alone: bool
 ) -> None:
     """Turn the parameters of buckets into ordinary full tensors on a device. Collective, unless ``alone``.
 
     Args:
         alone: whether to work without other ranks; parameters that this rank does not hold in full then stay sharded.
     """
-    with torch.no_grad(), nullcontext() if alone else rendezvous.met("the module's parameters"):
+    with torch.no_grad(), nullcontext() if alone else communicator.rendezvous.met("the module's parameters"):
         derived = _derived(buckets, communicator, not alone)
         parameters = {slot: slot.parameter for slot in derived}
         values = {
@@ -98,7 +97,7 @@ def consolidate(module: nn.Module) -> None:
             if isinstance(parameter, ShardedTensor) and not parameter.is_parameter:
                 set_contents(parameter, like(parameter, parameter.whole()))
     slots = {name: slot for name, p in module.named_parameters() if (slot := slot_of(p)) is not None}
-    left = {name: slot.bucket for name, slot in slots.items() if slot.bucket.rendezvous.is_closed}
+    left = {name: slot.bucket for name, slot in slots.items() if slot.bucket.communicator.rendezvous.is_closed}
     if any(bucket.communicator.tensor.size > 1 for bucket in left.values()):
         raise ValueError(
             "The parameters were left sharded by a failed run with tensor parallelism, and cannot be unsharded: make a "
@@ -119,12 +118,11 @@ def consolidate(module: nn.Module) -> None:
         return
     device = next(module.parameters()).device
     communicator = Communicator(None, device)
-    rendezvous = Rendezvous(communicator)
     try:
         for name, parameter in module.named_parameters():
             whole = [rank for rank, (names, _) in enumerate(held) if name not in names]
             if not whole and left[name].parameters:  # an empty list: the bucket has been unsharded already
-                left[name].rejoin(communicator, rendezvous)
+                left[name].rejoin(communicator)
                 make_ordinary(left[name], device)
             elif 0 < len(whole) < size:
                 if name in left:
@@ -133,5 +131,4 @@ def consolidate(module: nn.Module) -> None:
                     set_contents(parameter, like(parameter, value))
                 communicator.control.broadcast(parameter.detach(), whole[0])
     finally:
-        rendezvous.close()
         communicator.close()

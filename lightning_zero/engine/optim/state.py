@@ -237,7 +237,7 @@ class MasterStates:
     def _met(self, slots: list[BucketSlot]) -> AbstractContextManager[None]:
         """Context for collectives on these parameters' state; every rank must enter it."""
         what = f"the state of {type(self.optimizer).__name__}"
-        return slots[0].bucket.rendezvous.met(what) if slots else nullcontext()
+        return slots[0].bucket.communicator.rendezvous.met(what) if slots else nullcontext()
 
     def _in_parts(self, slots: list[BucketSlot]) -> dict[BucketSlot, dict[str, Any]]:
         if not slots:

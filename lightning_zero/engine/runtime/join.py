@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import failure
-from lightning_zero.engine.comm.rendezvous import Absence, Rendezvous
+from lightning_zero.engine.comm.rendezvous import Absence
 from lightning_zero.engine.compat import Patch
 from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule
@@ -39,15 +39,10 @@ class Join:
     """
 
     def __init__(
-        self,
-        communicator: Communicator,
-        rendezvous: Rendezvous,
-        schedule: Schedule,
-        reducer: GradientReducer,
-        buckets: list[Bucket],
+        self, communicator: Communicator, schedule: Schedule, reducer: GradientReducer, buckets: list[Bucket]
     ) -> None:
-        self._control = communicator.control
-        self._rendezvous, self._schedule, self._reducer = rendezvous, schedule, reducer
+        self._control, self._rendezvous = communicator.control, communicator.rendezvous
+        self._schedule, self._reducer = schedule, reducer
         self.buckets = buckets
         self._leader = 0  # the first rank that runs in this turn
         self._position = 0  # index of the dataloader that this rank's current batch is from

@@ -38,7 +38,6 @@ from torch.autograd.graph import increment_version
 from lightning_zero.engine.comm.asynchronous import BackgroundWork, Streams, synchronize
 from lightning_zero.engine.comm.collectives import Communicator, Pending
 from lightning_zero.engine.comm.counters import Ledger, Phases
-from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.transport import Codec, Started
 from lightning_zero.engine.compat import keep_version, temporarily_clear_interpreter_stack
 from lightning_zero.engine.config import LOW_PRECISION
@@ -73,7 +72,6 @@ class SharedByBuckets(NamedTuple):
     """Objects that all buckets of an engine share; ``updates`` runs updates of offloaded master weights."""
 
     communicator: Communicator
-    rendezvous: Rendezvous
     streams: Streams
     ledger: Ledger
     phases: Phases
@@ -120,8 +118,7 @@ class Bucket:
         self.gradient_codec = gradient_codec
         self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
-        self.communicator, self.rendezvous, self.streams, self.ledger = shared[:4]
-        self.phases, updates, self.scales = shared[4:]
+        self.communicator, self.streams, self.ledger, self.phases, updates, self.scales = shared
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
@@ -272,8 +269,8 @@ class Bucket:
                 self.full[slice(*self.layout.own_part)].copy_(own, non_blocking=True)
             if not self.is_replicated:
                 with self.phases("wait for the other ranks", self.unit_name):
-                    self.rendezvous.agree_on_gather(self._number, what)
-            if (announce := self.rendezvous.absence.announce) is not None:
+                    self.communicator.rendezvous.agree_on_gather(self._number, what)
+            if (announce := self.communicator.rendezvous.absence.announce) is not None:
                 announce(self._number)
             if own is not None and self.extensions:
                 encode(self, own)  # may be collective, so it follows the announcement
@@ -462,8 +459,8 @@ class Bucket:
             self._find_ranges()
         self.state = BucketState.SHARDED  # a replicated buffer may be partly overwritten
 
-    def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
+    def rejoin(self, communicator: Communicator) -> None:
         """Use a new communicator between the same ranks, after the previous one has failed."""
-        self.communicator, self.rendezvous = communicator, rendezvous
+        self.communicator = communicator
         # If true, gathers broadcast each shard: with ``shard_within``, no collective gathers over all ranks.
         self._is_left = self.layout.order is not None or communicator.shards_within

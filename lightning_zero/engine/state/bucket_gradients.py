@@ -265,7 +265,7 @@ class BucketGradients:
 
     def _sum_over_machines(self, part: Tensor) -> Tensor:
         """Sum ``part``, a sum within this rank's machine, over all machines. Collective."""
-        self.bucket.rendezvous.meet(
+        self.bucket.communicator.rendezvous.meet(
             f"the gradients of unit {self.bucket.unit_name or 'root'!r}, so far summed only within each machine"
         )
         with torch.no_grad():

@@ -209,7 +209,7 @@ class BucketSlot:
             return self.local_parameter().view(self.shape).to(self.device, self.dtype).to(dtype)
         if bucket.full.dtype != dtype or bucket.awaits_refresh:
             return None
-        if bucket.rendezvous.absence.ranks:
+        if bucket.communicator.rendezvous.absence.ranks:
             bucket.gather()  # unlike other collectives, a gather works while some ranks have no batch left
         if bucket.is_ready:
             bucket.wait()
@@ -219,7 +219,7 @@ class BucketSlot:
     def write_parameter(self, value: Tensor) -> None:
         """Write a full (unsharded) value to the parameter."""
         bucket = self.bucket
-        bucket.rendezvous.require_all(f"a write to '{self.name}'")
+        bucket.communicator.rendezvous.require_all(f"a write to '{self.name}'")
         bucket.wait()
         with torch.no_grad():
             if bucket.is_ready and not bucket.extensions:
@@ -240,7 +240,7 @@ class BucketSlot:
         if bucket.part is not None:
             bucket.part.write(bucket.layout.segments[self.index], self.collect_share(values))
         if bucket.extensions:
-            bucket.rendezvous.meet(f"a write to '{self.name}'")
+            bucket.communicator.rendezvous.meet(f"a write to '{self.name}'")
             bucket.encode_again()
         elif bucket.is_ready and not (bucket.is_in_buffer and not bucket.layout.is_sharded):
             bucket.segment_view(self.index).copy_(self.collect_share(values))
@@ -248,7 +248,7 @@ class BucketSlot:
     def collect(self, local: Tensor) -> Tensor:
         """Gather the full tensor of which ``local`` is this rank's range. Collective."""
         if self.share.is_divided and not self.bucket.layout.is_sharded:
-            self.bucket.rendezvous.meet(f"'{self.name}'")
+            self.bucket.communicator.rendezvous.meet(f"'{self.name}'")
         return self.bucket.communicator.tensor.whole(self.collect_share(local), self.share)
 
     def collect_share(self, local: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class BucketSlot:
         bucket, local = self.bucket, local.to(self.device)
         if not bucket.layout.is_sharded:
             return partial(local.view, self.share.own_shape)
-        bucket.rendezvous.meet(f"'{self.name}'")
+        bucket.communicator.rendezvous.meet(f"'{self.name}'")
         flat = local.new_empty(self.share.own_shape.numel())
         flat[self.offset : self.offset + self.local_numel] = local
         gather = bucket.communicator.broadcast_ranges(flat, self.ranges(), f"the gather of '{self.name}'")
@@ -286,7 +286,7 @@ class BucketSlot:
 
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
         """Reduce a small tensor over all ranks, in place. Collective. Errors call the reduction ``what``."""
-        self.bucket.rendezvous.meet(what or f"a norm or other reduction of '{self.name}'")
+        self.bucket.communicator.rendezvous.meet(what or f"a norm or other reduction of '{self.name}'")
         return self.bucket.communicator.all_reduce(value, op)
 
 
