@@ -314,7 +314,7 @@ class BucketGradients:
                     total = total.to(self._dtype_at_rest)
                 if self.bucket.updates is not None and self.bucket.updates.gradients:
                     total, arrival = self.bucket.updates.to_host(total)
-            shard = GradientShard(total, layout.own_spans, arrival, self.bucket.ledger, accumulated)
+            shard = GradientShard(total, arrival, self.bucket.ledger, accumulated)
             shard.take_over(slots, self._included)
             self._included.clear()
         return shard
@@ -331,8 +331,7 @@ class BucketGradients:
         local, self._local = self._local, {}
         for index in (each for each in local if not used[each]):
             self.bucket.parameter(index).grad = local[index]
-        # from the second micro-batch on, ``p.grad`` already refers to the shard
-        new = [s for s in slots_of(self.bucket) if used[s.index] and shown_by(s.parameter.grad, s) is None]
-        parts = shard.parts() if new else {}
-        for slot in new:
-            shard.show(slot, parts[slot.index], self.bucket.dtype)
+        for slot in slots_of(self.bucket):
+            # from the second micro-batch on, ``p.grad`` already refers to the shard
+            if used[slot.index] and shown_by(slot.parameter.grad, slot) is None:
+                shard.show(slot, self.bucket.dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.asynchronous import BackgroundWork
-from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
@@ -21,18 +18,17 @@ if TYPE_CHECKING:
 
 
 class ShownGradient:
-    """The values of one ``p.grad``. The ``p.grad`` tensor and all its aliases refer to this object.
+    """The values of one ``p.grad``: this rank's range of a shard.
 
-    ``local`` is this rank's range of the values, 1-D, a view of ``shard``. ``local`` stays the same tensor object when
-    another reduction moves the values to a new shard, so that aliases have the new values.
+    The ``p.grad`` tensor and all its aliases refer to this object, so that they have the values of the latest shard.
     """
 
-    def __init__(self, slot: BucketSlot, local: Tensor, shard: GradientShard) -> None:
-        self.slot, self.local, self.shard = slot, local, shard
+    def __init__(self, slot: BucketSlot, shard: GradientShard) -> None:
+        self.slot, self.shard, self._range = slot, shard, slot.local_range
 
-    def complete(self) -> None:
-        """Complete the values, unless they are complete already. Collective."""
-        self.shard.complete()
+    def local(self) -> Tensor:
+        """This rank's range of the values, 1-D. Collective if the sum over machines is not complete yet."""
+        return self.shard.range_of(self._range)
 
 
 class Accumulated(NamedTuple):
@@ -52,7 +48,6 @@ class GradientShard:
     over machines.
 
     Args:
-        spans: layout of ``flat``, see ``BucketLayout.own_spans``.
         arrival: background copy that fills ``flat``; None if ``flat`` is already filled.
         accumulated: sums within this machine, of which ``flat`` is a range; None if there are none.
     """
@@ -60,14 +55,11 @@ class GradientShard:
     def __init__(
         self,
         flat: Tensor,
-        spans: Spans,
         arrival: BackgroundWork | None,
         ledger: Ledger,
         accumulated: Accumulated | None = None,
     ) -> None:
-        self._flat, self._spans, self._arrival, self._ledger = flat, spans, arrival, ledger
-        self._shown: weakref.WeakSet[ShownGradient] = weakref.WeakSet()
-        self.accumulated = accumulated
+        self._flat, self._arrival, self._ledger, self.accumulated = flat, arrival, ledger, accumulated
         held = flat if accumulated is None else accumulated.part
         self._category = "gradients" if arrival is None else "host"
         ledger.hold(held, self._category)
@@ -84,13 +76,6 @@ class GradientShard:
             self._arrival = None
         return self._flat
 
-    def parts(self) -> dict[int, Tensor]:
-        """This rank's range of each parameter's gradient, 1-D, by the parameter's index."""
-        flat = self._arrived()
-        parts = flat.split_with_sizes([numel for numel, _, _ in self._spans])  # all views in one call
-        here = {index: part for part, (_, index, _) in zip(parts, self._spans) if index is not None}
-        return defaultdict(lambda: flat[:0], here)
-
     def range_of(self, part: slice) -> Tensor:
         """Return the gradients in a range of this rank's shard of the bucket, 1-D."""
         return self.flat[part]
@@ -100,14 +85,7 @@ class GradientShard:
         if self.accumulated is not None:
             total = self.accumulated.sum_over_machines(self.accumulated.part)
             self.accumulated = None  # only after the sum, which may raise
-            self._move(total)
-
-    def _move(self, flat: Tensor) -> None:
-        """Replace the values of this shard, and of all gradients that refer to a range of it."""
-        self._flat = self._ledger.hold(flat, self._category)
-        parts = self.parts()
-        for shown in self._shown:
-            shown.local.data = parts[shown.slot.index]
+            self._flat = self._ledger.hold(total, self._category)
 
     def take_over(self, slots: list[BucketSlot], included: Collection[int] = ()) -> None:
         """Add sharded ``.grad`` values that this shard lacks; make gradients of earlier shards refer to this one.
@@ -115,29 +93,22 @@ class GradientShard:
         Args:
             included: indices of the parameters whose earlier gradients this shard does not lack.
         """
-        # An ordinary tensor in ``.grad`` was local to this rank; the reduction has already included it.
-        held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, WrapperTensor)]
-        parts = self.parts() if held else {}
-        for slot, gradient in held:
-            part, shown = parts[slot.index], shown_by(gradient, slot)
-            if slot.index not in included:
-                part.add_(local_range_of(gradient, slot).to(part.device))
-            if shown is not None:
-                shown.shard._shown.discard(shown)
-                shown.local.data = part
-                shown.shard = self
-                self._shown.add(shown)
+        for slot in slots:
+            # An ordinary tensor in ``.grad`` was local to this rank; the reduction has already included it.
+            if isinstance(gradient := slot.parameter.grad, WrapperTensor):
+                if slot.index not in included:
+                    flat = self._arrived()
+                    flat[slot.local_range].add_(local_range_of(gradient, slot).to(flat.device))
+                if (shown := shown_by(gradient, slot)) is not None:
+                    shown.shard = self
 
-    def show(self, slot: BucketSlot, part: Tensor, dtype: torch.dtype) -> None:
+    def show(self, slot: BucketSlot, dtype: torch.dtype) -> None:
         """Make ``p.grad`` refer to a range of this shard; keep the tensor object if derived from the parameter."""
-        part = part.detach()  # a view would keep this shard's memory even after its ``data`` was replaced
-        shown = ShownGradient(slot, part, self)
-        self._shown.add(shown)
-        gradient = slot.parameter.grad
+        shown, gradient = ShownGradient(slot, self), slot.parameter.grad
         if isinstance(gradient, ShardedTensor) and gradient.slot is slot and not gradient.is_parameter:
-            gradient.show(part, keep=shown)  # the same object, as when autograd adds in place
+            gradient.show(None, keep=shown)  # the same object, as when autograd adds in place
         else:
-            slot.parameter.grad = ShardedTensor(slot, part, dtype, keep=shown)
+            slot.parameter.grad = ShardedTensor(slot, dtype=dtype, keep=shown)
 
 
 def shown_by(gradient: Tensor | None, slot: BucketSlot) -> ShownGradient | None:

@@ -147,12 +147,13 @@ class ShardedTensor(WrapperTensor):
 
     Args:
         slot: the tensor's slot, which provides shape, range and communication.
-        local: this rank's range; None for the parameter itself, whose range the slot provides. The range's dtype may be
-            wider than the tensor's (an fp32 master weight of a bf16 parameter), and the range may be in host memory
-            although the tensor is on another device.
+        local: this rank's range; None if ``keep`` provides it, or, without ``keep``, for the parameter itself, whose
+            range the slot provides. The range's dtype may be wider than the tensor's (an fp32 master weight of a bf16
+            parameter), and the range may be in host memory although the tensor is on another device.
         dtype: the dtype that user code sees.
-        keep: any object that must live as long as this tensor; reads first call its method ``complete``, if it has one.
-            By default, the tensor is a parameter or a copy, which becomes an ordinary tensor when the engine is closed.
+        keep: any object that must live as long as this tensor; its method ``local`` returns the range if ``local`` is
+            None. By default, the tensor is a parameter or a copy, which becomes an ordinary tensor when the engine is
+            closed.
     """
 
     slot: Slot
@@ -178,16 +179,14 @@ class ShardedTensor(WrapperTensor):
 
     @property
     def local(self) -> Tensor:
-        if self._local is None:
+        if self.is_parameter:
             return self.slot.local_parameter()
         if (own := self.own_values) is not None:
             return local_range_of(own, self.slot)
         synchronize(self.slot.bucket.background)  # background work may be writing to the range
-        if (complete := getattr(self.keep, "complete", None)) is not None:
-            complete()
-        return self._local
+        return self.keep.local() if self._local is None else self._local
 
-    def show(self, local: Tensor, keep: Any) -> None:
+    def show(self, local: Tensor | None, keep: Any) -> None:
         """Replace the local range and ``keep``."""
         self._local, self.keep = local, keep
 
@@ -197,12 +196,12 @@ class ShardedTensor(WrapperTensor):
 
     def at_rest(self) -> Tensor:
         """Like ``local``, but for reading only; a lazy tensor if the range is on a disk."""
-        return self.slot.parameter_at_rest() if self._local is None else self.local
+        return self.slot.parameter_at_rest() if self.is_parameter else self.local
 
     @property
     def is_parameter(self) -> bool:
         """Whether this is a parameter or its alias (``detach()``), not a copy or another tensor derived from it."""
-        return self._local is None
+        return self._local is None and self.keep is None
 
     @property
     def is_copy(self) -> bool:
