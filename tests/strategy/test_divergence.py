@@ -110,6 +110,25 @@ def test_ranks_that_turn_to_another_order_of_units_get_an_error(run_on, prefetch
         assert "the gather of unit" in said and "Every rank must run the same units" in said
 
 
+@little_patience()
+def run_other_blocks_with_evaluation(when):
+    torch.manual_seed(0)
+    module = Forked(own_block)
+    engine = Engine(module, stage=3, units=is_block)
+    engine.take_turn(0)
+    if when == "after":
+        engine.take_turn(None)
+    text = "needs every rank for the gather of unit '[ab]'.*asked for the gather of unit '[ab]'"
+    seconds = seconds_until_error(lambda: module(torch.ones(2, 4)), text)
+    engine.close(communicate=False)
+    return seconds
+
+
+@pytest.mark.parametrize("when", ["during", "after"])
+def test_ranks_that_run_different_units_in_or_after_an_evaluation_loop_get_an_error(run_on, when):
+    assert max(run_on(2, run_other_blocks_with_evaluation, when=when)) < 20
+
+
 class Forgetful(Learner):
     """A rank that does not call backward, in manual optimization."""
 

@@ -11,7 +11,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -33,21 +32,6 @@ _SAME_LINES = (
 )
 
 
-@dataclass
-class Absence:
-    """Ranks that run no forward in the current turn, and only take part in gathers; set by ``Join``.
-
-    Attributes:
-        announce: called with a bucket's number before the bucket is gathered, so that absent ranks take part; None if
-            no rank is absent.
-        is_turn: whether a turn of the join is running.
-    """
-
-    ranks: list[int] = field(default_factory=list)
-    announce: Callable[[int], object] | None = None
-    is_turn: bool = False
-
-
 class Rendezvous:
     """Makes all ranks of one engine wait for each other before a collective that user code has caused.
 
@@ -58,12 +42,16 @@ class Rendezvous:
     Attributes:
         meetings: the number of rendezvous so far.
         is_closed: whether ``close`` was called; always False if no other process exists.
-        absence: the ranks that are absent now, if any.
+        absent: ranks that run no forward in the current turn, and only take part in gathers; set by ``Join``.
+        announce: called with a bucket's number before the bucket is gathered, so that absent ranks take part; None if
+            no rank is absent.
     """
 
     def __init__(self, everyone: ControlPlane, name: str, timeout: timedelta) -> None:
         self._rank, self._size, self._watch = everyone.rank, everyone.size, everyone.watch
-        self.is_closed, self.absence = False, Absence()
+        self.is_closed = False
+        self.absent: list[int] = []
+        self.announce: Callable[[int], object] | None = None
         self.meetings = 0
         self._is_met = False
         self._last: tuple[int, ...] = ()  # the buckets gathered last
@@ -112,7 +100,7 @@ class Rendezvous:
         Raises:
             RuntimeError: as for ``meet``.
         """
-        if self._watch is None or self._is_met or self.absence.is_turn:  # in a turn, one rank announces the gathers
+        if self._watch is None or self._is_met or self.absent:  # one rank announces the gathers to the absent ranks
             return
         if self._next.get(self._last) != bucket:
             self.meet(what, SAME_UNITS)
@@ -177,14 +165,14 @@ class Rendezvous:
         Raises:
             RuntimeError: on the ranks that have a batch or a forward left, if other ranks have none.
         """
-        if self.absence.ranks:
+        if self.absent:
             raise RuntimeError(
-                f"Rank {self._rank} needs every rank for {what}, but rank(s) {self.absence.ranks} have no batch "
+                f"Rank {self._rank} needs every rank for {what}, but rank(s) {self.absent} have no batch "
                 "left in this evaluation loop, or no forward left to run, and only take part in all-gathers of "
                 "parameters. Run this line before or after the loop (for example in on_validation_epoch_end), or give "
                 "every rank the same number of batches."
             )
 
     def close(self) -> None:
-        """Close the rendezvous, and reset ``absence``, which a failed run may have left set."""
-        self.is_closed, self.absence = self._watch is not None, Absence()
+        """Close the rendezvous, and forget absent ranks, which a failed run may have left set."""
+        self.is_closed, self.absent, self.announce = self._watch is not None, [], None

@@ -19,7 +19,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import failure
-from lightning_zero.engine.comm.rendezvous import Absence
 from lightning_zero.engine.compat import Patch
 from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule
@@ -101,19 +100,16 @@ class Join:
             self._serve()
 
     def _begin(self, absent: list[int]) -> None:
-        ranks = [self._control.ranks[place] for place in absent]
-        self._rendezvous.absence = Absence(ranks, self._announce if absent else None, is_turn=True)
+        self._rendezvous.absent = [self._control.ranks[place] for place in absent]
+        self._rendezvous.announce = self._announce if absent else None
         self._schedule.records_order = not absent and not self._is_each_forward
 
     def _end(self) -> None:
         for unit in self._schedule.units:
             self._schedule.release_if_idle(unit)  # units gathered for a read, or prefetched but not run
-        absence = self._rendezvous.absence
-        if absence.announce is not None:
+        if self._rendezvous.announce is not None:
             self._announce(_OVER)
-        if absence.is_turn:
-            self._rendezvous.absence = Absence()
-            self._schedule.records_order = True
+        self._begin([])  # no rank is absent between turns
 
     def _announce(self, number: int) -> int:
         """Broadcast the leader's number of the bucket to gather next, or ``_OVER``. Running ranks gather the same."""

@@ -270,7 +270,7 @@ class Bucket:
             if not self.is_replicated:
                 with self.phases("wait for the other ranks", self.unit_name):
                     self.communicator.rendezvous.agree_on_gather(self._number, what)
-            if (announce := self.communicator.rendezvous.absence.announce) is not None:
+            if (announce := self.communicator.rendezvous.announce) is not None:
                 announce(self._number)
             if own is not None and self.extensions:
                 encode(self, own)  # may be collective, so it follows the announcement

@@ -209,7 +209,7 @@ class BucketSlot:
             return self.local_parameter().view(self.shape).to(self.device, self.dtype).to(dtype)
         if bucket.full.dtype != dtype or bucket.awaits_refresh:
             return None
-        if bucket.communicator.rendezvous.absence.ranks:
+        if bucket.communicator.rendezvous.absent:
             bucket.gather()  # unlike other collectives, a gather works while some ranks have no batch left
         if bucket.is_ready:
             bucket.wait()
