@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.failures import failure
+from lightning_zero.engine.comm.failures import fail, failure, reason_of
 from tests.strategy.test_uneven_loops import Stream
 from tests.support import rank
 from tests.support.patience import PATIENCE, little_patience
@@ -127,6 +127,30 @@ def run_other_blocks_with_evaluation(when):
 @pytest.mark.parametrize("when", ["during", "after"])
 def test_ranks_that_run_different_units_in_or_after_an_evaluation_loop_get_an_error(run_on, when):
     assert max(run_on(2, run_other_blocks_with_evaluation, when=when)) < 20
+
+
+@little_patience()
+def run_other_blocks_while_a_rank_is_absent():
+    torch.manual_seed(0)
+    module = Forked(own_block)
+    engine = Engine(module, stage=3, units=is_block)
+
+    def run():
+        try:
+            engine.take_turn(0 if rank() < 2 else None)
+            if rank() < 2:
+                module(torch.ones(2, 4))
+        except RuntimeError as error:
+            fail(reason_of(error))  # as in a Trainer
+            raise
+
+    seconds = seconds_until_error(run, "rank 1 gathers unit 'b', but rank 0 gathers unit 'a'. Every rank must run")
+    engine.close(communicate=False)
+    return seconds
+
+
+def test_ranks_that_run_different_units_while_another_rank_is_absent_get_an_error(run_on):
+    assert max(run_on(3, run_other_blocks_while_a_rank_is_absent)) < 20
 
 
 class Forgetful(Learner):

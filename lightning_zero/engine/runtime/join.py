@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import failure
+from lightning_zero.engine.comm.failures import SAME_UNITS, failure
 from lightning_zero.engine.compat import Patch
 from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule
@@ -111,14 +111,23 @@ class Join:
             self._announce(_OVER)
         self._begin([])  # no rank is absent between turns
 
-    def _announce(self, number: int) -> int:
-        """Broadcast the leader's number of the bucket to gather next, or ``_OVER``. Running ranks gather the same."""
+    def _announced(self, number: int = _OVER) -> int:
+        """Broadcast the leader's number of the bucket to gather next, or ``_OVER``."""
         what = f"what rank {self._control.ranks[self._leader]} gathers next"
         (announced,) = self._control.numbers_of(self._leader, [number], what)
         return announced
 
+    def _announce(self, number: int) -> None:
+        """Announce a gather, or ``_OVER``, to the absent ranks. Running ranks must gather the same bucket."""
+        if (announced := self._announced(number)) != number:
+            own, leaders = (self.buckets[each].unit_name if each != _OVER else "none" for each in (number, announced))
+            raise RuntimeError(
+                f"Next, rank {self._control.ranks[self._control.rank]} gathers unit {own or 'root'!r}, but rank "
+                f"{self._control.ranks[self._leader]} gathers unit {leaders or 'root'!r}. {SAME_UNITS}"
+            )
+
     def _serve(self) -> None:
-        while (number := self._announce(_OVER)) != _OVER:
+        while (number := self._announced()) != _OVER:
             bucket = self.buckets[number]
             stays = bucket.is_ready
             with self._rendezvous.have_met():  # the leader's announcement says what all ranks gather
