@@ -30,7 +30,7 @@ def place_of(tensor: ShardedTensor) -> Place | None:
     engine = slot.bucket.communicator.name
     if tensor.is_parameter:
         return engine, "parameter", slot.name
-    if isinstance(tensor.keep, ShownGradient):
+    if isinstance(tensor.kept_object, ShownGradient):
         return engine, "gradient", slot.name
     key = next((key for key, each in slot.derived.items() if each is tensor), None)
     return None if key is None else (engine, "derived", slot.name, key, slot.remembered)

@@ -41,7 +41,7 @@ def train(optimizer_class: Any, options: dict[str, Any], chunk_numel: int) -> tu
     from lightning_zero.engine.offload import Update
     from lightning_zero.engine.optim import updating
 
-    act_on, chunks = Update.act_on, 0
+    act_on, chunks = Update.act, 0
 
     def counted(update: Any, values: Any, *args: Any) -> Any:
         nonlocal chunks
@@ -50,7 +50,7 @@ def train(optimizer_class: Any, options: dict[str, Any], chunk_numel: int) -> tu
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(updating, "CHUNK_NUMEL", chunk_numel)
-        patch.setattr(Update, "act_on", counted)
+        patch.setattr(Update, "act", counted)
         model = module()
         optimizer = optimizer_class(model.parameters(), **options)
         engine = Engine(model, [optimizer], stage=2, unit_numel=2**20)

@@ -716,12 +716,12 @@ def test_a_write_to_a_low_precision_parameter_is_carried_to_the_master(run_on, w
 
 def keep_identity(stage):
     module = nn.Linear(5, 3)
-    module.weight.no_decay = True
+    module.weight.no_decay, module.weight.keep = True, 0.9
     weight, listed = module.weight, list(module.parameters())
     engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
     for _ in range(2):
         assert module.weight is weight and all(a is b for a, b in zip(module.parameters(), listed))
-        assert isinstance(weight, nn.Parameter) and weight.no_decay
+        assert isinstance(weight, nn.Parameter) and weight.no_decay and weight.keep == 0.9
         assert weight.shape == (3, 5) and weight.dtype == torch.float32 and weight.is_leaf and weight.requires_grad
         assert weight.numel() == 15 and weight.stride() == (5, 1)
         assert str(weight).startswith("Parameter containing:")

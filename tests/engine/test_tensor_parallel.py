@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero import iter_full_parameters
+from lightning_zero import iter_full_parameters, load_weights
 from lightning_zero.engine import Engine
 from tests.support.training import same_tensors
 from tests.support.workers import rank, world_size
+from tests.trainer.cases import shared_folder
 
 WIDTH, STEPS, CLOSE = 8, 4, 1e-6
 
@@ -440,9 +441,38 @@ def divided_buffers() -> None:
         assert torch.equal(found.full_tensor(), torch.arange(4.0))
 
 
+def load_after_dividing() -> None:
+    """A module that was divided on the meta device takes no weights; made in memory, it takes them before."""
+    mesh = mesh_of(2)
+    weights = Net().state_dict()
+    path = shared_folder() / "weights.pt"
+    if rank() == 0:
+        path.parent.mkdir(exist_ok=True)
+        torch.save(weights, path)
+    torch.distributed.barrier()
+    weights = torch.load(path)  # rank 0's
+    with torch.device("meta"):
+        divided = parallelised(Net(), mesh)
+    with pytest.raises(ValueError, match="'weight' was divided over tensor-parallel ranks on the meta device"):
+        load_weights(divided, path)
+    assert all(tensor.is_meta for tensor in divided.parameters())
+    model = Net()
+    load_weights(model, path)
+    engine = Engine(parallelised(model, mesh), [], mesh=mesh, stage=3)
+    same_tensors(engine.full_state_dict(), weights, bound=0)
+    engine.close()
+
+
 @pytest.mark.parametrize(
     "case",
-    [keep_on_one_rank, end_after_a_failure, values_in_other_places, odd_buffers_and_batches, divided_buffers],
+    [
+        load_after_dividing,
+        keep_on_one_rank,
+        end_after_a_failure,
+        values_in_other_places,
+        odd_buffers_and_batches,
+        divided_buffers,
+    ],
     ids=lambda c: c.__name__,
 )
 def test_two_tensor_parallel_ranks_without_data_parallelism_agree(run_on, case):

@@ -608,7 +608,7 @@ def drop_one_gradient(stage: int) -> None:
 
     def shard() -> GradientShard:
         gradient: Any = module[0].weight.grad
-        return gradient.keep.shard
+        return gradient.kept_object.shard
 
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     engine = Engine(module, [adam(module)], stage=stage)

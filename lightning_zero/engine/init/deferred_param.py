@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from lightning_zero.engine.comm.tensor_parallel import is_dtensor
 from lightning_zero.engine.init import quantised_layers
 from lightning_zero.engine.tensor.identity import inner_of, like, set_contents, wrapper_of
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
@@ -134,12 +135,21 @@ def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[l
 
     Args:
         of: returns whether a tensor is chosen.
+
+    Raises:
+        ValueError: if a chosen tensor is a DTensor on the meta device.
     """
     stand_ins: dict[int, _StandIn] = {}
     targets = []
     for holder in (holder for inner in module.modules() for holder in (inner._parameters, inner._buffers)):
         for attribute, tensor in holder.items():
             if tensor is not None and of(tensor):
+                if is_dtensor(tensor) and is_on_meta(tensor):
+                    raise ValueError(
+                        f"'{attribute}' was divided over tensor-parallel ranks on the meta device, and cannot take "
+                        "values there: make the module outside of torch.device('meta'), and load its weights before "
+                        "parallelize_module()."
+                    )
                 if id(tensor) not in stand_ins:
                     shape_and_dtype = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                     stand_ins[id(tensor)] = _StandIn(shape_and_dtype, requires_grad=False)

@@ -113,7 +113,7 @@ class GradientShard:
 
 def shown_by(gradient: Tensor | None, slot: BucketSlot) -> ShownGradient | None:
     """The ``ShownGradient`` of a parameter's ``.grad``; None if ``.grad`` is None or set by the user."""
-    shown = gradient.keep if isinstance(gradient, ShardedTensor) else None
+    shown = gradient.kept_object if isinstance(gradient, ShardedTensor) else None
     return shown if isinstance(shown, ShownGradient) and shown.slot is slot else None
 
 

@@ -337,7 +337,7 @@ def repartition(bucket: Bucket, owners: Sequence[int]) -> None:
     for slot in slots:
         slot.find_range()
     for each, value in derived:
-        each.show(local_range_of(value, each.slot).to(each.local.device, copy=True), each.keep)
+        each.show(local_range_of(value, each.slot).to(each.local.device, copy=True), each.kept_object)
 
 
 def make_ordinary(bucket: Bucket, device: torch.device) -> None:

@@ -157,8 +157,8 @@ class ShardedTensor(WrapperTensor):
     """
 
     slot: Slot
-    _local: Tensor | None = None
-    keep: Any = None
+    _own_range: Tensor | None = None
+    kept_object: Any = None
 
     @staticmethod
     def __new__(
@@ -171,8 +171,8 @@ class ShardedTensor(WrapperTensor):
     ) -> ShardedTensor:
         dtype = dtype or (local.dtype if local is not None else slot.dtype)
         self = new_wrapper(cls, slot.shape, dtype=dtype, device=slot.device)
-        self.slot, self._local = slot, local
-        self.keep = Copy() if local is not None and keep is None else keep
+        self.slot, self._own_range = slot, local
+        self.kept_object = Copy() if local is not None and keep is None else keep
         if keep is None or self.is_copy:
             slot.remember(self)
         return self
@@ -184,11 +184,11 @@ class ShardedTensor(WrapperTensor):
         if (own := self.own_values) is not None:
             return local_range_of(own, self.slot)
         synchronize(self.slot.bucket.background)  # background work may be writing to the range
-        return self.keep.local() if self._local is None else self._local
+        return self.kept_object.local() if self._own_range is None else self._own_range
 
     def show(self, local: Tensor | None, keep: Any) -> None:
-        """Replace the local range and ``keep``."""
-        self._local, self.keep = local, keep
+        """Replace the local range and ``kept_object``."""
+        self._own_range, self.kept_object = local, keep
 
     def range_of(self, value: Tensor) -> Tensor:
         """This rank's range of a value for this tensor, such as a mask: see ``local_range_of``."""
@@ -201,17 +201,17 @@ class ShardedTensor(WrapperTensor):
     @property
     def is_parameter(self) -> bool:
         """Whether this is a parameter or its alias (``detach()``), not a copy or another tensor derived from it."""
-        return self._local is None and self.keep is None
+        return self._own_range is None and self.kept_object is None
 
     @property
     def is_copy(self) -> bool:
         """Whether this belongs to user code alone: neither a parameter nor its gradient or optimizer state."""
-        return isinstance(self.keep, Copy)
+        return isinstance(self.kept_object, Copy)
 
     @property
     def own_values(self) -> Tensor | None:
         """All values that this rank has, if this is a copy to which ranks may have written different values."""
-        return self.keep.whole if isinstance(self.keep, Copy) else None
+        return self.kept_object.whole if isinstance(self.kept_object, Copy) else None
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
         if (own := self.own_values) is not None:
@@ -226,13 +226,13 @@ class ShardedTensor(WrapperTensor):
 
     def alias(self) -> Tensor:
         kind = ShardedDTensor if isinstance(self, ShardedDTensor) else ShardedTensor  # not the project's own class
-        return kind(self.slot, self._local, self.dtype, keep=self.keep)
+        return kind(self.slot, self._own_range, self.dtype, keep=self.kept_object)
 
     def write_whole(self, value: Tensor) -> None:
         if self.is_parameter:
             self.slot.write_parameter(value)
         elif self.is_copy:
-            self.keep.whole = value.detach()
+            self.kept_object.whole = value.detach()
         else:
             local = self.local
             local.copy_(local_range_of(value, self.slot))
