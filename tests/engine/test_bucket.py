@@ -45,8 +45,8 @@ def bytes_of(plan: ResidencyPlan) -> dict[Medium, int]:
         (2, 4, BF16, None, DEVICE, None, {BUFFER: 512, DEVICE: 256}),
         (3, 4, FP32, None, DEVICE, None, {DEVICE: 256}),
         (3, 4, BF16, None, DEVICE, None, {DEVICE: 256}),
-        (2, 4, FP32, ON_CPU, HOST, None, {BUFFER: 1024, HOST: 256}),
-        (2, 4, BF16, ON_DISK, DISK, None, {BUFFER: 512, DISK: 256}),
+        (2, 4, FP32, ON_CPU, HOST, BUFFER, {BUFFER: 1024, HOST: 256}),
+        (2, 4, BF16, ON_DISK, DISK, BUFFER, {BUFFER: 512, DISK: 256}),
         # The input of gathers stays on the device, unless the parameters are offloaded, too.
         (3, 4, FP32, ON_CPU, HOST, DEVICE, {HOST: 256, DEVICE: 256}),
         (3, 4, BF16, ON_CPU, HOST, DEVICE, {HOST: 256, DEVICE: 128}),
@@ -58,7 +58,7 @@ def bytes_of(plan: ResidencyPlan) -> dict[Medium, int]:
         # On one rank, a shard in addition to the buffer would be a second copy of everything.
         (3, 1, FP32, None, BUFFER, None, {BUFFER: 1024}),
         (3, 1, BF16, None, DEVICE, None, {DEVICE: 1024}),
-        (3, 1, BF16, ON_CPU, HOST, None, {BUFFER: 512, HOST: 1024}),
+        (3, 1, BF16, ON_CPU, HOST, BUFFER, {BUFFER: 512, HOST: 1024}),
         (3, 1, FP32, ALL_ON_CPU, HOST, None, {HOST: 1024}),
     ],
 )

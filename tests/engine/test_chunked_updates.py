@@ -41,12 +41,12 @@ def train(optimizer_class: Any, options: dict[str, Any], chunk_numel: int) -> tu
     from lightning_zero.engine.offload import Update
     from lightning_zero.engine.optim import updating
 
-    act_on, chunks = Update.act, 0
+    act, chunks = Update.act, 0
 
     def counted(update: Any, values: Any, *args: Any) -> Any:
         nonlocal chunks
         chunks += len(values)
-        return act_on(update, values, *args)
+        return act(update, values, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(updating, "CHUNK_NUMEL", chunk_numel)

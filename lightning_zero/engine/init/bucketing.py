@@ -24,7 +24,7 @@ from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
 from lightning_zero.engine.state.extensions import Extension
-from lightning_zero.engine.state.residency import Medium, ResidencyPlan, shard
+from lightning_zero.engine.state.residency import Medium, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
 from lightning_zero.engine.tensor.wrapper import flat_range
 
@@ -73,7 +73,7 @@ class UnshardedBucket:
 
     def shard(self, sources: list[Source]) -> Bucket:
         """Shard the parameters: each becomes a sharded tensor. Collective; must be called only once."""
-        communicator, plan, ledger = self.shared.communicator, self.plan, self.shared.ledger
+        communicator, plan = self.shared.communicator, self.plan
         flat = torch.empty(self.layout.padded_numel, dtype=self.parameters[0].dtype, device=plan.device)
         for gap in flat.split_with_sizes(self.layout.sizes())[1::2]:
             gap.zero_()
@@ -92,7 +92,6 @@ class UnshardedBucket:
                 communicator.control.broadcast(flat[run[0][0].start : run[-1][0].stop])
                 for segment in (segment for segment, _ in run if not segment.share.is_divided):
                     communicator.tensor.control.broadcast(flat[segment.start : segment.stop])
-        residency, part = shard(flat, plan, self._states, communicator, f"unit {self.unit_name or 'root'!r}", ledger)
         full = self._full
         if plan.masters is Medium.BUFFER:
             full = flat
@@ -102,9 +101,10 @@ class UnshardedBucket:
                 full.copy_(flat)
         bucket = Bucket(
             self.parameters,
-            residency,
+            plan,
+            flat,
             full,
-            part,
+            self._states,
             number=self.number,
             unit_name=self.unit_name,
             shared=self.shared,

@@ -45,7 +45,7 @@ from lightning_zero.engine.offload import DiskStates, Updates, on_own_stream
 from lightning_zero.engine.plan.mesh import ALL, LOCAL
 from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.extensions import Extension, Scales, encode
-from lightning_zero.engine.state.residency import Medium, NodePart, Residency, shard
+from lightning_zero.engine.state.residency import SHOWN, Medium, NodePart, Residency, ResidencyPlan
 from lightning_zero.engine.tensor.identity import joined, project_class
 from lightning_zero.engine.tensor.sharded_tensor import View, show
 
@@ -64,7 +64,6 @@ class BackgroundUpdate:
     """A background update of the master weights, until a gather of its result begins."""
 
     work: BackgroundWork
-    writes_to_buffer: bool  # the update writes to ``full`` as well as to the master weights
     was_kept: bool  # user code had a tensor over ``full`` when the update began
 
 
@@ -84,14 +83,16 @@ class Bucket:
 
     Args:
         parameters: the module's own parameters, in the order of the layout.
+        flat: the values of all parameters, 1-D; ``full`` itself if the plan keeps the master weights there.
         full: the flat buffer, 1-D, in the gathered dtype; without memory unless all values stay gathered at rest.
-        part: the values that gathers start from if each machine has all parameters; None if gathers start from the
-            values in ``residency``.
+        states: the file of master weights and optimizer states; None if the master weights are in memory.
         number: the bucket's number among all buckets, the same on every rank.
         gradient_codec: the codec of gradients sent between machines; None if they are only cast to ``reduce_dtype``.
         extensions: those of the parameters; empty if values are only cast for ``full``.
 
     Attributes:
+        part: the values that gathers start from if each machine has all parameters; None if gathers start from the
+            values in ``residency``.
         update: the last background update, until a gather of its result begins; otherwise None.
         views: one view of ``full`` for each parameter, in the order of the layout. While a module runs, its parameters
             themselves are views, and are in this list.
@@ -105,9 +106,10 @@ class Bucket:
     def __init__(
         self,
         parameters: list[nn.Parameter],
-        residency: Residency,
+        plan: ResidencyPlan,
+        flat: Tensor,
         full: Tensor,
-        part: NodePart | None,
+        states: DiskStates | None,
         *,
         number: int,
         unit_name: str,
@@ -116,21 +118,20 @@ class Bucket:
         extensions: Sequence[Extension] = (),
     ) -> None:
         self.gradient_codec = gradient_codec
-        self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
-        self.unit_name, self._number = unit_name, number
+        self.full, self.unit_name, self._number = full, unit_name, number
         self.communicator, self.streams, self.ledger, self.phases, updates, self.scales = shared
+        self._keep(flat, plan, states)
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
-        self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
+        self.background, self.updates = updates, updates if plan.is_offloaded else None
         self.update: BackgroundUpdate | None = None
         self.awaits_refresh = False
-        self.is_replicated, self._is_left = residency.plan.is_replicated, False
+        self.is_replicated, self._is_left = plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self.extensions = extensions
         if extensions:
             self.scales.add(self)
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
-        self._find_ranges()
         self._pending: list[Pending] = []  # the running gather, if there is one
         self._left: torch.Event | None = None  # recorded after the last copy from host to device
 
@@ -144,6 +145,22 @@ class Bucket:
                 view.__class__ = joined(View, kind)
         self._versions_seen = [-1] * len(self.views)  # versions of the views when writes were last taken over
         self.is_data_read = False
+
+    def _keep(self, flat: Tensor, plan: ResidencyPlan, states: DiskStates | None) -> None:
+        """Keep this rank's values of all parameters, and its part of them if each machine has all."""
+        self.layout = plan.layout
+        self._find_ranges()
+        own, copy = flat[self._shard], None
+        self.part: NodePart | None = None
+        if plan.layout.nodes > 1:
+            in_part = flat[slice(*plan.layout.own_part)].to(plan.device, plan.compute_dtype, copy=True)
+            what = f"unit {self.unit_name or 'root'!r}"
+            self.part = NodePart(in_part, plan.layout, self.communicator, what, self.ledger)
+            own = self.part.own if plan.masters is Medium.PART else own
+        if plan.copy in SHOWN:
+            # through ``data``, which has its own version: an update must not look like a write by a module
+            copy = self.part.own if self.part is not None else self.full[self._shard].data
+        self.residency = Residency(plan, own, states, self.ledger, copy)
 
     def _find_ranges(self) -> None:
         self._shard, self._bounds = slice(*self.layout.own_range), self.layout.part_bounds
@@ -195,7 +212,8 @@ class Bucket:
     @property
     def _is_kept(self) -> bool:
         """Whether user code has a tensor over ``full``."""
-        return self._buffer.is_kept(len(self.views) + self.is_in_buffer)
+        plan = self.residency.plan
+        return self._buffer.is_kept(len(self.views) + (Medium.BUFFER in (plan.masters, plan.copy)))
 
     def has_master(self, master: Any) -> None:
         """Register a master weight tensor, by weak reference, if it is a view of ``full``."""
@@ -218,9 +236,8 @@ class Bucket:
         """Start to read the values that a gather starts from, if they are on a disk."""
         if self.part is not None:
             return
-        update = self.update
-        if self.state in (BucketState.SHARDED, BucketState.STALE) and not (update and update.writes_to_buffer):
-            self.residency.fetch(update.work if update is not None else None)
+        if self.state in (BucketState.SHARDED, BucketState.STALE):
+            self.residency.fetch(self.update.work if self.update is not None else None)
 
     def gather(self, *, refresh: bool = False) -> None:
         """Start to fill ``full``; call ``wait`` before reading it. No effect if a gather has begun, unless ``refresh``.
@@ -235,15 +252,13 @@ class Bucket:
 
     def _gather(self) -> None:
         self._finish_gather()
-        update = self.update
-        if update is not None:
+        if self.update is not None:
             with self.phases("wait for update", self.unit_name):
-                update.work.result()
+                self.update.work.result()
         # The version is kept: views that autograd has saved are valid again once the storage holds the same values.
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
-            is_in_place = update is not None and update.writes_to_buffer
-            self._pending.append(self._start_gather(None if is_in_place else self.own_values()))
+            self._pending.append(self._start_gather(self.own_values()))
         self.update = None
         if self.state is BucketState.SHARDED and not self.is_replicated:
             for view, segment in zip(self.views, self._buffer.segments):
@@ -378,20 +393,12 @@ class Bucket:
     def update_in_background(self, update: Callable[..., None]) -> None:
         """Start to update the master weights in another thread.
 
-        ``update`` receives a tensor in the compute dtype to which it also writes this rank's new values, or None if
-        gathers start from the master weights; then the fields of states that are on a disk (see ``Updates.submit``).
+        ``update`` receives the copy of the master weights to which it also writes its results, or None; then the fields
+        of states that are on a disk (see ``Updates.submit``).
         """
-        writes_to_buffer = self.residency.plan.updates_write_to_buffer
-        was_kept = writes_to_buffer and self._is_kept  # before the update's thread has tensors over ``full``
-        # through ``data``, which has its own version: the update must not look like a write by a module
-        shown = self.full.data[self._shard] if writes_to_buffer else self.residency.copy
-        work = self.background.submit(on_own_stream(self.full.device, partial(update, shown)), self.states)
-        self.update = BackgroundUpdate(work, writes_to_buffer, was_kept)
-
-    def correct_update(self, part: slice, values: Tensor) -> None:
-        """Copy new values of a range of the master weights to ``full``, if the last update wrote to ``full``."""
-        if self.update is not None and self.update.writes_to_buffer:
-            self.full.data[self._shard][part].copy_(values)
+        was_kept = self._is_kept  # before the update's thread has tensors over ``full``
+        act = on_own_stream(self.full.device, partial(update, self.residency.copy))
+        self.update = BackgroundUpdate(self.background.submit(act, self.states), was_kept)
 
     def refresh(self) -> None:
         """After a change of the master weights, gather ``full`` again if it is filled.
@@ -404,7 +411,7 @@ class Bucket:
         if not self.is_ready:
             return
         update = self.update
-        is_kept = update.was_kept if update is not None and update.writes_to_buffer else self._is_kept
+        is_kept = update.was_kept if update is not None else self._is_kept
         if not self.layout.is_sharded and update is not None and not is_kept:
             self.state = BucketState.STALE
             return
@@ -429,17 +436,13 @@ class Bucket:
             values: the full master weights of each parameter.
         """
         self.wait()
-        self.layout = self.layout.with_owners(owners)
-        self._find_ranges()
-        flat = self.full
+        flat, layout = self.full, self.layout.with_owners(owners)
         if not self.is_in_buffer:
-            flat = torch.zeros(self.layout.padded_numel, dtype=self.master_dtype, device=self.residency.device)
-            for segment, value in zip(self.layout.segments, values):
+            flat = torch.zeros(layout.padded_numel, dtype=self.master_dtype, device=self.residency.device)
+            for segment, value in zip(layout.segments, values):
                 flat[segment.start : segment.stop].copy_(value.reshape(-1))
-        plan, what = replace(self.residency.plan, layout=self.layout), f"unit {self.unit_name or 'root'!r}"
-        former = self.states
-        states = plan.reserve(former.swap, former.name) if former is not None else None
-        self.residency, self.part = shard(flat, plan, states, self.communicator, what, self.ledger)
+        plan, former = replace(self.residency.plan, layout=layout), self.states
+        self._keep(flat, plan, plan.reserve(former.swap, former.name) if former is not None else None)
         if former is not None:
             former.file.close()
         self._buffer.masters.clear()

@@ -44,7 +44,8 @@ _MEDIA = {None: None, "cpu": Medium.HOST, "nvme": Medium.DISK}
 class ResidencyPlan:
     """Where one rank's master weights of a bucket are at rest; the plan itself holds no values.
 
-    ``copy`` is where the master weights' copy in the compute dtype is at rest; None if there is no copy.
+    ``copy`` is where the master weights' copy in the compute dtype is at rest, to which updates write as well; None if
+    there is no copy, so that gathers start from the master weights.
     ``extension_dtype`` is that of the codes of extended parameters (see ``extensions.py``); None for others.
     """
 
@@ -87,13 +88,11 @@ class ResidencyPlan:
             is_replicated = True
         at_rest = Medium.BUFFER if is_replicated else Medium.PART if layout.nodes > 1 else Medium.DEVICE
         masters = offloaded_to or (Medium.DEVICE if is_cast else at_rest)
-        copy = None
-        if offloaded_to is not None and layout.nodes > 1:
-            copy = Medium.PART
-        elif offloaded_to is not None and not is_replicated:
-            copy = parameters_on or Medium.DEVICE
-            if not is_cast and (copy is masters or copy is Medium.DISK):
-                copy = None  # gathers start from the master weights
+        copy = None if offloaded_to is None else parameters_on or at_rest
+        if is_replicated and extension_dtype is not None:
+            copy = None  # the buffer has codes
+        elif not is_cast and (copy is masters or copy is Medium.DISK):
+            copy = None
         dtypes = master_dtype, compute_dtype
         return cls(layout, device, *dtypes, is_replicated, masters, copy, extension_dtype, config)
 
@@ -126,17 +125,6 @@ class ResidencyPlan:
         """Whether the master weights are in host memory or on a disk, and are updated in the background."""
         return self.masters in (Medium.HOST, Medium.DISK)
 
-    @property
-    def updates_write_to_buffer(self) -> bool:
-        """Whether a background update may write its result to the gathered buffer as well as to the master weights.
-
-        True only if the buffer keeps all values at rest. Even then, False if gathers start from a copy, or from master
-        weights in memory that have the compute dtype.
-        """
-        is_cast = self.master_dtype != self.compute_dtype
-        may_write = self.is_replicated and self.copy is None and self.extension_dtype is None
-        return may_write and (is_cast or self.masters is Medium.DISK)
-
     def at_rest(self) -> Iterator[tuple[str, Medium, int]]:
         """Iterate over the tensors that this rank keeps at rest, as (name, medium, bytes)."""
         shard = self.shard_numel
@@ -163,7 +151,7 @@ class Residency:
         own: this rank's values. If the plan keeps the master weights in the gathered buffer or in this rank's part of
             the parameters, ``own`` is a slice of that memory, and updates change it directly.
         states: the file of master weights and optimizer states; None if the master weights are in memory.
-        in_part: this rank's shard within its part of the parameters, in the compute dtype; None if there is no part.
+        copy: such a slice with the copy, if the plan keeps it there; otherwise None.
     """
 
     def __init__(
@@ -172,7 +160,7 @@ class Residency:
         own: Tensor,
         states: DiskStates | None,
         ledger: Ledger,
-        in_part: Tensor | None = None,
+        copy: Tensor | None,
     ) -> None:
         self.plan, self.states, self._ledger = plan, states, ledger
         self._fetched: Future[Tensor] | None = None
@@ -182,10 +170,8 @@ class Residency:
             self._values = torch.empty(0, dtype=plan.master_dtype, device="cpu")
         elif plan.masters not in SHOWN:
             self._values = self._kept(own, plan.masters, plan.master_dtype)
-        is_copied = plan.copy in (Medium.DEVICE, Medium.HOST)
-        self.copy = self._kept(own, plan.copy, plan.compute_dtype) if is_copied else None
-        if plan.copy is Medium.PART:
-            self.copy = in_part
+        is_apart = plan.copy in (Medium.DEVICE, Medium.HOST)
+        self.copy = self._kept(own, plan.copy, plan.compute_dtype) if is_apart else copy
 
     def _kept(self, own: Tensor, medium: Medium | None, dtype: torch.dtype) -> Tensor:
         if medium is Medium.DEVICE or self.plan.device.type == "cpu":
@@ -243,9 +229,9 @@ class Residency:
 
     def own_values(self) -> Tensor | None:
         """This rank's values, from which a gather starts; None if the memory to be gathered already contains them."""
-        if Medium.PART in (self.plan.masters, self.plan.copy):
+        if self.plan.masters in SHOWN or self.plan.copy in SHOWN:
             return None
-        if self.copy is not None or self.plan.masters is Medium.BUFFER:
+        if self.copy is not None:
             return self.copy
         self.fetch(None)
         fetched, self._fetched = self._fetched, None
@@ -346,21 +332,3 @@ class NodePart:
     def abandon(self) -> None:
         """Drop this part after a failure. A running exchange is not awaited: other ranks may never join it."""
         self._pending.clear()
-
-
-def shard(
-    flat: Tensor, plan: ResidencyPlan, states: DiskStates | None, communicator: Communicator, what: str, ledger: Ledger
-) -> tuple[Residency, NodePart | None]:
-    """Make this rank's values of a bucket, and its part of the parameters if each machine has all of them.
-
-    Args:
-        flat: the values of all parameters, 1-D; the gathered buffer itself if the plan keeps the master weights there.
-        states: the file of master weights and optimizer states; None if the master weights are in memory.
-        what: the bucket's name in error messages.
-    """
-    part, own = None, flat[slice(*plan.layout.own_range)]
-    if plan.layout.nodes > 1:
-        in_part = flat[slice(*plan.layout.own_part)].to(plan.device, plan.compute_dtype, copy=True)
-        part = NodePart(in_part, plan.layout, communicator, what, ledger)
-        own = part.own if plan.masters is Medium.PART else own
-    return Residency(plan, own, states, ledger, part.own if part is not None else None), part

@@ -235,7 +235,6 @@ class BucketSlot:
         bucket = self.bucket
         bucket.residency.written(self.local_range, values)
         if bucket.awaits_refresh:
-            bucket.correct_update(self.local_range, values)
             return
         if bucket.part is not None:
             bucket.part.write(bucket.layout.segments[self.index], self.collect_share(values))
