@@ -46,7 +46,7 @@ from lightning_zero.engine.optim.masters import Masters
 from lightning_zero.engine.optim.optimizers import Hyperparameters, Optimizers
 from lightning_zero.engine.plan.layout import Placements, placements_of
 from lightning_zero.engine.plan.units import UnitPlan, plan_units, share_of, torchscript_parameters
-from lightning_zero.engine.report import Offloaded, Report, ddp_bytes, formula_bytes, memory_of, offloaded_in
+from lightning_zero.engine.report import Report, bytes_on_disk, ddp_bytes, formula_bytes, memory_of
 from lightning_zero.engine.runtime import autograd_patches
 from lightning_zero.engine.runtime.activations import (
     ActivationStore,
@@ -443,9 +443,9 @@ class Engine:
         """How many bytes of model states a rank would save with other placements, by the paper's formula."""
         return formula_bytes(self.placements, self.buckets) - formula_bytes(placements, self.buckets)
 
-    def offloaded(self) -> Offloaded:
-        """The bytes of this rank's offloaded states."""
-        return offloaded_in(self.buckets)
+    def bytes_on_disk(self) -> tuple[int, int]:
+        """Bytes of this rank's states on a disk, and those that updates may have in host memory at one time."""
+        return bytes_on_disk(self.buckets)
 
     def owned_numels(self) -> list[int]:
         """By rank, the number of elements of the parameters that an optimizer needs whole, on their owning rank."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
 from lightning_zero.engine.plan.layout import Placements, replicated_bytes
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.residency import Medium
 from lightning_zero.io.swap import BUFFERS
 
 
@@ -84,29 +83,10 @@ class Report:
         return moved / max(self.steps, 1)
 
 
-class Offloaded(NamedTuple):
-    """The bytes of a rank's offloaded states.
-
-    Attributes:
-        on_host: those in host memory.
-        in_transfer: those of the largest files that an update may have in host memory at one time.
-        on_disk: those in files.
-    """
-
-    on_host: int
-    in_transfer: int
-    on_disk: int
-
-
-def offloaded_in(buckets: Sequence[Bucket]) -> Offloaded:
-    """Count the offloaded states of buckets."""
-    at_rest = (part for bucket in buckets for part in bucket.residency.plan.at_rest())
+def bytes_on_disk(buckets: Sequence[Bucket]) -> tuple[int, int]:
+    """Bytes of buckets' files, and of the largest of them, which updates may have in host memory at one time."""
     files = [bucket.states.file.nbytes for bucket in buckets if bucket.states is not None]
-    return Offloaded(
-        sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST),
-        sum(sorted(files)[-BUFFERS:]),
-        sum(files),
-    )
+    return sum(files), sum(sorted(files)[-BUFFERS:])
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:

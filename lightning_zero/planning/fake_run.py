@@ -122,9 +122,9 @@ class _PlannedZero(_Planned):
     def _new_restarts(self) -> None:
         """Do nothing: ``resilience`` has no values to copy in a fake run."""
 
-    def offloaded(self) -> tuple[int, int, int]:
-        """Bytes in the host's memory that ``ledger`` counts as parameters, other bytes there, and bytes on a disk."""
-        on_host, in_transfer, on_disk = self.engine.offloaded()
+    def offloaded(self) -> tuple[int, int]:
+        """Bytes in the host's memory that ``ledger`` does not count, and bytes on a disk."""
+        on_disk, in_transfer = self.engine.bytes_on_disk()
         kept = 0
         if self.options.resilience is not None:  # type: ignore[attr-defined]
             leaves = compat.tree_leaves(self.checkpoints.state_to_keep())  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ class _PlannedZero(_Planned):
             entries = {identity(leaf): entry_of(leaf, rank) for leaf in leaves if isinstance(leaf, Tensor)}
             # two generations in shared memory, and the copy from which a save writes
             kept = 3 * sum(entry.nbytes for entry in entries.values())
-        return on_host, in_transfer + kept, on_disk
+        return in_transfer + kept, on_disk
 
     def most_loaded(self, rank: int) -> int:
         """The rank that holds the most elements; ``rank`` if no rank holds more."""
@@ -199,8 +199,8 @@ class _PlannedDDP(_Planned):
         self.ledger.now["optimizer"] = sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor))
         return {"all_reduce": self._reduced}
 
-    def offloaded(self) -> tuple[int, int, int]:
-        return 0, 0, 0
+    def offloaded(self) -> tuple[int, int]:
+        return 0, 0
 
     def most_loaded(self, rank: int) -> int:
         return rank
@@ -358,12 +358,12 @@ def fake_run(
             batches = UserList([own] * (2 * accumulate))  # the Trainer would take a list for a list of loaders
             trainer.fit(module, batches)
             traffic = {kind: nbytes - strategy.before.get(kind, 0) for kind, nbytes in strategy.traffic().items()}
-            offloaded, buffers, on_disk = strategy.offloaded()
+            buffers, on_disk = strategy.offloaded()
             most_loaded = strategy.most_loaded(rank)
         run = FakeRun(
-            peak_bytes=_peak_of(observer, offloaded),
+            peak_bytes=_peak_of(observer),
             report_peak=dict(strategy.ledger.peak),
-            host_bytes=observer.host_peak + offloaded + buffers,
+            host_bytes=observer.host_peak + buffers,
             disk_bytes=on_disk,
             traffic_bytes=traffic,
             leaving_bytes=round(sum(event.leaving for event in observer.events)),
@@ -378,12 +378,11 @@ def fake_run(
     return run if most_loaded == 0 else run_as(most_loaded)[0]
 
 
-def _peak_of(observer: Observer, offloaded: int) -> dict[str, int]:
-    """Bytes on the device at the peak, by category; the ledger counts ``offloaded`` bytes among the parameters."""
+def _peak_of(observer: Observer) -> dict[str, int]:
+    """Bytes on the device at the peak, by category."""
     peak = {"parameters": 0, "optimizer": 0, **observer.at_peak}  # at_peak has no entry for offloaded states
     peak.pop("host", None)
     peak["activations"] = observer.peak - sum(each for category, each in peak.items() if category != "activations")
-    peak["parameters"] -= offloaded
     return peak
 
 

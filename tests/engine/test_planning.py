@@ -98,12 +98,12 @@ def on_disk(make: Callable[[nn.Module], torch.optim.Optimizer], fields: int, tmp
     module = Square()
     optimizer = make(module)
     engine = Engine(module, [optimizer], offload=OffloadConfig("nvme", path=tmp))
-    assert engine.offloaded().on_disk == 6 * 4096
+    assert engine.bytes_on_disk()[0] == 6 * 4096
     for _ in range(2):
         module(torch.ones(2, 3), torch.ones(2, 3)).backward()
         optimizer.step()
         engine.full_optimizer_state_dict(optimizer)
-        assert engine.offloaded().on_disk == fields * 4096
+        assert engine.bytes_on_disk()[0] == fields * 4096
     engine.close()
 
 

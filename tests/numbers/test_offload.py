@@ -1022,7 +1022,7 @@ def memory_of_an_update(width: int) -> tuple[int, int]:
     assert report.at_rest.get("host", 0) == 0 == report.at_rest.get("optimizer", 0)
     swap = engine._swap
     assert swap is not None
-    buffers, states = sum(map(len, swap.buffers.free)), engine.offloaded().on_disk
+    buffers, states = sum(map(len, swap.buffers.free)), engine.bytes_on_disk()[0]
     engine.close()
     return buffers, states
 

@@ -6,7 +6,6 @@ says where the master weights and the copy are; a ``Residency`` holds their valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -125,19 +124,6 @@ class ResidencyPlan:
         """Whether the master weights are in host memory or on a disk, and are updated in the background."""
         return self.masters in (Medium.HOST, Medium.DISK)
 
-    def at_rest(self) -> Iterator[tuple[str, Medium, int]]:
-        """Iterate over the tensors that this rank keeps at rest, as (name, medium, bytes)."""
-        shard = self.shard_numel
-        if self.is_replicated:
-            yield "parameters", Medium.BUFFER, self.layout.padded_numel * self.gathered_dtype.itemsize
-        elif self.layout.nodes > 1:
-            start, stop = self.layout.own_part
-            yield "parameters", Medium.PART, (stop - start) * self.compute_dtype.itemsize
-        if self.masters not in SHOWN:
-            yield "master weights", self.masters, shard * self.master_dtype.itemsize
-        if self.copy is not None and self.copy not in SHOWN:
-            yield "parameters", self.copy, shard * self.compute_dtype.itemsize
-
     def reserve(self, swap: Swap, name: str) -> DiskStates:
         """Reserve disk space for master weights and their copy. Raises OSError if space is short."""
         copy = {PARAMETERS: self.compute_dtype} if self.copy is Medium.DISK else {}
@@ -178,11 +164,11 @@ class Residency:
             kept = own.to(dtype, copy=True)
         else:
             kept = torch.empty(own.shape, dtype=dtype, pin_memory=True, device="cpu").copy_(own)
-        return self._held(kept)
+        return self._held(kept, medium)
 
-    def _held(self, kept: Tensor) -> Tensor:
+    def _held(self, kept: Tensor, medium: Medium | None) -> Tensor:
         """Count the memory of values until they are deleted."""
-        return self._ledger.hold(kept, "parameters" if kept.device.type == self.plan.device.type else "host")
+        return self._ledger.hold(kept, "host" if medium is Medium.HOST else "parameters")
 
     @property
     def device(self) -> torch.device:
@@ -266,7 +252,7 @@ class Residency:
             on_disk.file.close()
             return
         self.plan = replace(plan, masters=Medium.DEVICE) if plan.masters in SHOWN else plan
-        self._values = self._held(self._values.float())
+        self._values = self._held(self._values.float(), self.plan.masters)
 
     def leave_part(self, layout: BucketLayout) -> None:
         """Replace the layout by one without parts. This rank's own values stay in the same memory."""
