@@ -20,10 +20,10 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine
-from lightning_zero.engine.plan.mesh import Topology
 from lightning_zero.engine.tensor.sharded_tree import in_parts
-from tests.support import rank, world_size
+from tests.support import rank
 from tests.support.training import same_values
+from tests.support.transports import cross_memory
 
 
 def make() -> nn.Module:
@@ -87,14 +87,12 @@ def test_a_default_device_changes_nothing(run_on, tmp_path, options, ranks):
     run_on(ranks, compare, folder=tmp_path, **OPTIONS[options])
 
 
-def test_a_default_device_changes_nothing_when_ranks_do_not_share_memory(run_on, tmp_path):
-    run_on(2, compare_over_gloo, folder=tmp_path, stage=3)
+def test_a_default_device_changes_nothing_when_ranks_read_each_others_memory(run_on, tmp_path):
+    run_on(2, compare_across_memory, folder=tmp_path, stage=3)
 
 
-def compare_over_gloo(folder: Path, **options: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        apart = Topology((0,) * world_size()), None
-        patch.setattr("lightning_zero.engine.comm.collectives.connect", lambda *_: apart)
+def compare_across_memory(folder: Path, **options: Any) -> None:
+    with cross_memory():
         compare(folder, **options)
 
 
