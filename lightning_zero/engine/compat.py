@@ -65,6 +65,11 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
 
 
+def queue_callback(function: Callable[[], None]) -> None:
+    """Call a function at the end of the current backward, when all gradients have been computed."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 # Saved-tensor hooks are pushed in one hook of a module and popped in another, which no context manager can do.
 push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks

@@ -51,6 +51,16 @@ def test_a_check_runs_before_a_wrappers_memory_becomes_that_of_an_ordinary_tenso
         assert fake.shape == (3,)
 
 
+def test_a_function_is_called_at_the_end_of_a_backward_pass():
+    order = []
+    tensor = torch.ones(2, requires_grad=True)
+    product = 2 * tensor
+    product.register_hook(lambda _: compat.queue_callback(lambda: order.append("end")))
+    tensor.register_hook(lambda _: order.append("gradient"))
+    product.sum().backward()
+    assert order == ["gradient", "end"]
+
+
 def test_saved_tensor_hooks_can_be_pushed_read_and_popped():
     packed = []
     hooks = (lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor)

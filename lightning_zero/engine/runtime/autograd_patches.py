@@ -13,24 +13,20 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_zero.engine import compat
 from lightning_zero.engine.runtime.schedule import Schedule, in_backward
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
-_schedules: weakref.WeakValueDictionary[int, Schedule] = weakref.WeakValueDictionary()
-"""In the order in which they are made, which is the same on every rank."""
-_numbers = count()
+_schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
 def install(schedule: Schedule) -> None:
     """Patch torch's functions to include the views of a schedule's parameters, as long as the schedule exists."""
-    _schedules[next(_numbers)] = schedule
+    _schedules.add(schedule)
     for patch in _PATCHES:
         patch.hold(schedule)
 
@@ -60,22 +56,18 @@ def _run_backward_by_name(
     options = {"allow_unreachable": allow_unreachable or bool(own), "accumulate_grad": accumulate_grad}
     # Only its module's forward updates a view's ``requires_grad`` after the parameter was frozen or unfrozen.
     views = [tensor.slot.view.requires_grad_(True) for tensor in own.values()]
-    is_nested = in_backward()  # as in reentrant activation checkpointing
-    if not is_nested:
-        for schedule in _schedules.values():
-            schedule.before_backward()
     with ExitStack() as stack:
-        for schedule in _schedules.values():
+        for schedule in _schedules:
             stack.enter_context(schedule.differentiating(accumulates=accumulates))
             if create_graph:
                 stack.enter_context(schedule.watching())
         found = run_backward(outputs, grad_outputs, retain_graph, create_graph, (*inputs, *views), **options)
-    if not is_nested:
-        with torch.set_grad_enabled(create_graph):  # as in the backward itself, for hooks of users
-            for schedule in _schedules.values():
-                schedule.after_backward()
-                schedule.end_differentiation()
-    if accumulate_grad or not own:
+    if accumulate_grad:
+        return found
+    if not in_backward():
+        for schedule in _schedules:
+            schedule.end_differentiation()
+    if not own:
         return found
     gradients: list[Tensor | None] = list(found[: len(inputs)])
     for (position, parameter), gradient in zip(own.items(), found[len(inputs) :]):
@@ -104,7 +96,7 @@ def with_hooks_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 def _disable_hooks_but_ours(disable_hooks: Callable[[str], Any], error_message: str) -> Iterator[None]:
     """Remove the engine's saved-tensor hooks during ``torch.func``, which forbids such hooks; units stay gathered."""
     with ExitStack() as stack:
-        for schedule in _schedules.values():
+        for schedule in _schedules:
             stack.enter_context(schedule.keeping_gathered())
         stack.enter_context(disable_hooks(error_message))
         yield

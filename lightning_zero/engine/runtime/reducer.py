@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Any
+from itertools import chain, count
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from lightning_zero.engine.comm.asynchronous import Streams, at, current_stream, wait_for
 from lightning_zero.engine.comm.collectives import Communicator, Pending
 from lightning_zero.engine.comm.counters import Phases
-from lightning_zero.engine.compat import gradient_hooks
+from lightning_zero.engine.compat import current_autograd_node, current_graph_task, gradient_hooks, queue_callback
 from lightning_zero.engine.optim.optimizers import Hyperparameters
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
 from lightning_zero.engine.runtime.schedule import Phase, Schedule, Unit, in_backward, weakly
@@ -26,6 +27,33 @@ from lightning_zero.engine.tensor.sharded_tensor import added_gradient, drop_add
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _END = "the end of backward"
+
+_reducers = count()  # numbers them in the order in which they are made, which is the same on every rank
+
+
+class _End:
+    """A reducer's call at the end of a backward. Autograd holds it until then, or until the backward fails.
+
+    Each call is collective, but autograd makes them in the order of the engines' first gradients, which may differ
+    between ranks. So the first one makes all of them, in the order in which the reducers were made.
+    """
+
+    alive: ClassVar[weakref.WeakSet[_End]] = weakref.WeakSet()
+
+    def __init__(self, number: int, call: Callable[[], None]) -> None:
+        self._number, self._call, self._backward = number, call, current_graph_task()
+        self.alive.add(self)
+
+    def __call__(self) -> None:
+        if self not in self.alive:
+            return
+        ends = sorted((end for end in self.alive if end._backward == self._backward), key=lambda end: end._number)
+        self.alive.difference_update(ends)
+        calls = [end._call for end in ends]
+        # A traceback through this frame must not keep ends alive: to their reducers, the backward would still run.
+        del self, ends
+        for call in calls:
+            call()
 
 
 @dataclass
@@ -93,11 +121,14 @@ class GradientReducer:
         self._synchronises = True  # whether the running backward is synchronised
         self._expectations: dict[tuple[int, ...], _Expectation] = {}
         self._backward: _Backward | None = None
+        self._deferred = False
+        # Autograd calls the referent at the end of a backward or, after an exception in backward, deletes it.
+        self._end: Callable[[], Any] = lambda: None
+        self._number = next(_reducers)
         self._added: tuple[int, int] | None = None  # (bucket, parameter) whose ``.grad`` autograd has just added to
         self.hyperparameters = Hyperparameters((), communicator)
         self._hooks: list[Any] = []
         schedule.on_turn_in_backward = weakly(self.turn_to)
-        schedule.before_backward, schedule.after_backward = weakly(self.drop_failed), weakly(self._finish)
         for number, bucket in enumerate(self._buckets):
             for slot in slots_of(bucket):
                 if slot.view.is_floating_point() or slot.view.is_complex():
@@ -173,7 +204,8 @@ class GradientReducer:
             unit: the unit whose backward begins; it is not gathered yet.
             left: the unit whose backward began before, if any.
         """
-        if self._backward is None and not (self._schedule.accumulates and unit.is_trained):
+        is_running = self._backward is not None and self._end() is not None  # None: an exception ended that backward
+        if not is_running and not (self._schedule.accumulates and unit.is_trained):
             return
         # Begin even if no gradient has arrived on this rank: another rank may have one, and start a reduction.
         backward = self._begin()
@@ -193,6 +225,8 @@ class GradientReducer:
 
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
         """Return or create the running backward's state. ``leaf``: the tensor whose ``.grad`` was just set, or None."""
+        if self._backward is not None and self._end() is None:  # an exception ended that backward; this is another one
+            self._drop_failed()
         if self._backward is None:
             counts = [
                 [int(bucket.parameter(i).requires_grad) for i in range(len(bucket.views))] for bucket in self._buckets
@@ -213,7 +247,16 @@ class GradientReducer:
                 gradients.crosses = self.synchronise
                 gradients.continues = self._continues
                 gradients.forget_dropped()
+            self._deferred = True
+        if self._deferred:
+            self._deferred = False
+            self._end_by(_End(self._number, self._at_end), queue_callback)
         return self._backward
+
+    def _end_by(self, end: Callable[..., None], register: Callable[[Any], Any]) -> None:
+        """Let autograd call a function later, and notice if it no longer can."""
+        self._end = weakref.ref(end)
+        register(end)
 
     def _shows_reduced(self, but: Tensor | None) -> bool:
         parameters = (bucket.parameter(i) for bucket in self._buckets for i in range(len(bucket.views)))
@@ -258,8 +301,21 @@ class GradientReducer:
 
     # -- at the end of backward -------------------------------------------------------------------------------------
 
+    def _at_end(self) -> None:
+        """Called by autograd at the end of the backward that computed the first gradient."""
+        node = current_autograd_node()
+        if node is not None:
+            # This backward is nested (reentrant activation checkpointing): the outer backward has not ended yet.
+            self._deferred = True
+            self._end_by(partial(self._queue_in_outer), node.register_hook)
+            return
+        self._finish()
+
+    def _queue_in_outer(self, *_: Any) -> None:
+        if self._deferred:
+            self._begin()
+
     def _finish(self) -> None:
-        """Called after the outermost backward."""
         backward, self._backward = self._backward, None
         if backward is None:
             return
@@ -317,12 +373,12 @@ class GradientReducer:
 
         Without effect within a backward, where a recomputation may open a window.
         """
-        if not in_backward() and self.drop_failed():
+        if not in_backward() and self._drop_failed():
             self._schedule.end_backward()
 
-    def drop_failed(self) -> bool:
+    def _drop_failed(self) -> bool:
         """Like ``abort``, but leave units gathered, since another backward may be using them. Return if any failed."""
-        backward, self._backward = self._backward, None
+        backward, self._backward, self._deferred = self._backward, None, False
         if backward is None:
             return False
         self._finish_all(backward)

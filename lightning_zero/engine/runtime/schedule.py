@@ -16,9 +16,11 @@ from lightning_zero.engine.comm.counters import label
 from lightning_zero.engine.compat import (
     OwnHook,
     accumulation_hooks,
+    current_autograd_node,
     current_graph_task,
     is_compiled,
     is_profiling,
+    queue_callback,
 )
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.runtime.saved_tensors import Attributes, SavedTensors, is_watched_by_others, tensors_in
@@ -134,9 +136,6 @@ class Schedule:
         self.accumulates = False  # whether the running backward may add to ``.grad``, unlike ``torch.autograd.grad``
         # Called when a unit's backward begins, with the unit and the one whose backward began before it, if any.
         self.on_turn_in_backward: Callable[[Unit, Unit | None], None] = lambda unit, left: None
-        # Called before the outermost backward, and after it unless it has raised an error.
-        self.before_backward: Callable[[], object] = lambda: None
-        self.after_backward: Callable[[], object] = lambda: None
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
         self.records_order = True  # False while ranks may run different numbers of forwards
         self._watched = False  # whether saved-tensor hooks are active for the whole window
@@ -365,6 +364,8 @@ class Schedule:
         if self._is_backward and unit is self._current:
             return
         left = self._current if self._is_backward else None
+        if not self._is_backward:
+            queue_callback(weakly(self._end_of_backward))  # weakly: the callback must not keep the engine alive
         self._turn_to(unit, is_backward=True)
         self.on_turn_in_backward(unit, left)
         with label("backward", unit.name) if is_profiling() else nullcontext():
@@ -380,9 +381,9 @@ class Schedule:
             return True
         return unit.phase is Phase.KEPT
 
-    def release_if_idle(self, unit: Unit, *, is_differentiated: bool = False) -> None:
+    def release_if_idle(self, unit: Unit) -> None:
         if unit.depth == 0 and not self._is_held(unit):
-            if is_differentiated or in_backward():
+            if in_backward():
                 unit.now("differentiated")
             unit.release()
 
@@ -423,12 +424,17 @@ class Schedule:
             finally:
                 self._keeping -= 1
 
+    def _end_of_backward(self) -> None:
+        # not at the end of a nested backward (reentrant activation checkpointing): the outer backward continues
+        if current_autograd_node() is None:
+            self.end_differentiation()
+
     def end_differentiation(self) -> None:
         """Release the units that a backward or ``torch.autograd.grad`` has gathered."""
         if not self._keeping:
             self._turn_to(None)
             for unit in self.units:
-                self.release_if_idle(unit, is_differentiated=True)
+                self.release_if_idle(unit)
 
     def end_backward(self) -> None:
         """Release all units that are still gathered, and reset them for the next step."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ShownGradient:
-    """The values of one ``p.grad``: this rank's range of a shard.
+    """The values of one ``p.grad``: a range of a gradient shard.
 
     The ``p.grad`` tensor and all its aliases refer to this object, so that they have the values of the latest shard.
     """
@@ -27,7 +27,7 @@ class ShownGradient:
         self.slot, self.shard, self._range = slot, shard, slot.local_range
 
     def local(self) -> Tensor:
-        """This rank's range of the values, 1-D. Collective if the sum over machines is not complete yet."""
+        """A view of this rank's range of the values, 1-D. Collective if the sum over machines is not complete yet."""
         return self.shard.range_of(self._range)
 
 
@@ -91,7 +91,7 @@ class GradientShard:
         """Add sharded ``.grad`` values that this shard lacks; make gradients of earlier shards refer to this one.
 
         Args:
-            included: indices of the parameters whose earlier gradients this shard does not lack.
+            included: indices of the parameters whose earlier gradients are already in this shard.
         """
         for slot in slots:
             # An ordinary tensor in ``.grad`` was local to this rank; the reduction has already included it.
