@@ -174,7 +174,8 @@ def shard_of(tensor: Tensor) -> Tensor:
 
     Returns:
         A 1-D tensor; it may be empty, since ranks own ranges of a unit, not of each parameter. The shard of a gradient
-        is valid until the next backward. The function communicates only if the gradient has not yet been summed across the groups of ``shard_within``.
+        is valid until the next backward. The function communicates only if the gradient has not yet been summed across
+        the groups of ``shard_within``.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
