@@ -59,7 +59,7 @@ def train(config: DictConfig) -> None:
 
     trainer.fit(model, data, ckpt_path=config.resume)
     validated = trainer.validate(model, data, verbose=False) if trainer.enable_validation else []
-    metrics: dict[str, float] = {name: value for each in validated for name, value in each.items()}  # by loader
+    metrics: dict[str, float] = {name: value for each in validated for name, value in each.items()}  # each loader's
 
     is_sharded = engine_of(model) is not None  # if so, all ranks must call sample()
     sample = model.sample() if hasattr(model, "sample") and (trainer.is_global_zero or is_sharded) else None

@@ -416,16 +416,16 @@ def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
 # -- hooks that ``torch.compile`` does not trace -----------------------------------------------------------------------
 
 
-def untraced(function: Callable[[Any], Any]) -> Any:
-    """Decorator for functions of one argument: ``torch.compile`` runs them as ordinary Python, with a graph break.
+def untraced(function: Callable[..., Any]) -> Any:
+    """Decorator for functions that ``torch.compile`` runs as ordinary Python, with a graph break.
 
     This covers everything that the function calls, like ``torch.compiler.disable``, but costs less per call.
     """
 
-    def run(argument: Any) -> Any:
+    def run(*arguments: Any) -> Any:
         compiler = set_eval_frame(None)
         try:
-            return function(argument)
+            return function(*arguments)
         finally:
             set_eval_frame(compiler)
 

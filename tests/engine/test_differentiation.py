@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.functional import linear
 
 import lightning_zero
 from lightning_zero.engine import Engine
+from tests.support import rank
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}
@@ -503,3 +505,79 @@ def keep_a_graph_of_gradients(stage):
 @STAGES
 def test_a_backward_with_create_graph_warns_that_p_grad_has_no_graph(run_on, stage):
     run_on(2, keep_a_graph_of_gradients, stage=stage)
+
+
+@torch.enable_grad()
+def probe(inputs):
+    nn.Linear(inputs.shape[-1], 1)(inputs.detach()).sum().backward()
+
+
+def probe_on_one_rank(model):
+    loss = model(INPUTS)
+    if rank() == 0:
+        probe(INPUTS)
+    loss.backward()
+
+
+def probe_in_a_thread(model):
+    def in_a_thread(gradient):
+        thread = threading.Thread(target=probe, args=(gradient,))
+        thread.start()
+        thread.join()
+
+    handle = model.body[2].register_forward_hook(lambda layer, args, output: output.register_hook(in_a_thread) and None)
+    model(INPUTS).backward()
+    handle.remove()
+
+
+def probe_in_a_hook(model):
+    handle = model.body[0].weight.register_post_accumulate_grad_hook(lambda _: probe(INPUTS))
+    model(INPUTS).backward()
+    handle.remove()
+
+
+def run_by_the_engine_of_autograd(model):
+    loss = model(INPUTS)
+    torch.autograd.Variable._execution_engine.run_backward((loss,), (torch.ones(()),), False, False, (), True, True)
+
+
+def differentiate_something_else(case, stage):
+    module, reference, engine, _ = make(stage)
+    for _ in range(2):
+        with engine.window():
+            case(module)
+        case(reference)
+    same_gradients(module, reference)
+    engine.close()
+
+
+@STAGES
+@pytest.mark.parametrize(
+    "case",
+    [probe_on_one_rank, probe_in_a_thread, probe_in_a_hook, run_by_the_engine_of_autograd],
+    ids=lambda case: case.__name__,
+)
+def test_backwards_of_other_modules_and_by_other_means_change_no_gradient(run_on, case, stage):
+    run_on(2, differentiate_something_else, case=case, stage=stage)
+
+
+def compile_the_step():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
+    reference = copy.deepcopy(module)
+    engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=2)
+
+    @torch.compile(backend="eager")
+    def step(model):
+        model(INPUTS).sum().backward()
+
+    for _ in range(2):
+        with engine.window():
+            step(module)
+        reference(INPUTS).sum().backward()
+    same_gradients(module, reference)
+    engine.close()
+
+
+def test_a_compiled_function_may_call_backward(run_on):
+    run_on(1, compile_the_step)

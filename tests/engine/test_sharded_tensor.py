@@ -1011,6 +1011,32 @@ class Counted:
         return getattr(self._store, name)
 
 
+def meetings_by_step():
+    module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = Engine(module, [optimizer], stage=3, unit_numel=0)
+    assert len(engine.units) > 4
+    meetings = []
+    for step in range(12):
+        before = engine.communicator.rendezvous.meetings
+        with engine.window():
+            loss = module(torch.ones(2, 3)).sum() + module(torch.zeros(2, 3)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2:
+            with torch.no_grad(), engine.window():
+                module(torch.ones(2, 3))
+        meetings.append(engine.communicator.rendezvous.meetings - before)
+    engine.close()
+    return meetings
+
+
+def test_ranks_stop_meeting_where_networks_run_twice_in_a_step_or_are_evaluated_in_between(run_on):
+    for meetings in run_on(2, meetings_by_step):
+        assert meetings[0] > 0 and meetings[6:] == [0] * 6, meetings
+
+
 def count_requests():
     _, _, _, engine = make(3)
     engine.communicator.rendezvous._store = store = Counted(engine.communicator.rendezvous._store)

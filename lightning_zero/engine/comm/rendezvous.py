@@ -20,8 +20,12 @@ from lightning_zero.engine.comm.process_group import named_store
 
 _Read = TypeVar("_Read")
 
-_REMEMBERED = 3
-"""The next gather is expected by this many last ones."""
+_CONTEXTS = 3, 16, 64, 256
+"""The next gather is expected from this many last ones: from more of them where fewer have been followed by different
+gathers, as where a network runs twice before its backward."""
+
+_UNCLEAR = -1  # expected in place of a bucket after different gathers
+_MOST_EXPECTATIONS = 2**14
 
 _ARRIVAL = 1 << 48
 """One rank's arrival in a sum of arrivals and checksums of 32 bits."""
@@ -38,6 +42,7 @@ class Rendezvous:
     Args:
         everyone: the control plane of these ranks.
         name: identifies the ranks' communicator on every rank.
+        timeout: how long a rank waits for the others.
 
     Attributes:
         meetings: the number of rendezvous so far.
@@ -95,17 +100,24 @@ class Rendezvous:
         """Call ``meet`` before the gather of a bucket, unless all ranks have already gathered it after the same others.
 
         Ranks that start different gathers would receive each other's values. In most programs, gathers repeat in the
-        same order in each step, so that ranks meet only in the first step.
+        same order in each step, so that ranks meet only in the first steps.
 
         Raises:
             RuntimeError: as for ``meet``.
         """
         if self._watch is None or self._is_met or self.absent:  # one rank announces the gathers to the absent ranks
             return
-        if self._next.get(self._last) != bucket:
+        for length in _CONTEXTS:
+            context = self._last[-length:]
+            if (expected := self._next.get(context)) != _UNCLEAR:
+                break
+        if expected != bucket:
             self.meet(what, SAME_UNITS)
-            self._next[self._last] = bucket
-        self._last = (*self._last[1 - _REMEMBERED :], bucket)
+            if len(self._next) > _MOST_EXPECTATIONS:  # as where units are skipped at random
+                self._next.clear()
+            is_longest = length == _CONTEXTS[-1]
+            self._next[context] = bucket if expected is None or is_longest else _UNCLEAR
+        self._last = (*self._last[1 - _CONTEXTS[-1] :], bucket)
 
     def _exchange(self, what: str, watch: Watch) -> list[str]:
         """Wait for the other ranks, and return what each has passed.

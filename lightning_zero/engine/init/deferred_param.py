@@ -135,21 +135,12 @@ def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[l
 
     Args:
         of: returns whether a tensor is chosen.
-
-    Raises:
-        ValueError: if a chosen tensor is a DTensor on the meta device.
     """
     stand_ins: dict[int, _StandIn] = {}
     targets = []
     for holder in (holder for inner in module.modules() for holder in (inner._parameters, inner._buffers)):
         for attribute, tensor in holder.items():
             if tensor is not None and of(tensor):
-                if is_dtensor(tensor) and is_on_meta(tensor):
-                    raise ValueError(
-                        f"'{attribute}' was divided over tensor-parallel ranks on the meta device, and cannot take "
-                        "values there: make the module outside of torch.device('meta'), and load its weights before "
-                        "parallelize_module()."
-                    )
                 if id(tensor) not in stand_ins:
                     shape_and_dtype = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                     stand_ins[id(tensor)] = _StandIn(shape_and_dtype, requires_grad=False)
@@ -171,7 +162,17 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
     Args:
         wait: whether parameters on the meta device become lazy tensors. Otherwise they share memory with the recorded
             values, or hold a copy if the dtype differs. Lazy parameters always stay lazy.
+
+    Raises:
+        ValueError: if a tensor that would take values is a DTensor on the meta device.
     """
+    for target in targets:
+        if target.stand_in.taken is not None and is_dtensor(target.tensor) and is_on_meta(target.tensor):
+            raise ValueError(
+                f"'{target.attribute}' was divided over tensor-parallel ranks on the meta device, and takes no values "
+                "there: make the module outside of torch.device('meta'), and load its weights before "
+                "parallelize_module()."
+            )
     with torch.no_grad():
         for target in targets:
             tensor, values = target.tensor, target.stand_in.taken

@@ -261,7 +261,7 @@ class BucketLayout:
 
     @property
     def bounds_in_part(self) -> list[int]:
-        """Like ``part_bounds``, for the shards in this rank's part, relative to the start of the part."""
+        """The start of each shard in this rank's part, and the end of the last, relative to the start of the part."""
         bounds = self._bounds[self._first_in_part : self._first_in_part + self.nodes + 1]
         return [bound - bounds[0] for bound in bounds]
 

@@ -111,23 +111,23 @@ class Join:
             self._announce(_OVER)
         self._begin([])  # no rank is absent between turns
 
-    def _announced(self, number: int = _OVER) -> int:
-        """Broadcast the leader's number of the bucket to gather next, or ``_OVER``."""
+    def _number_of_leader(self, number: int = _OVER) -> int:
+        """Broadcast the leader's ``number`` of the bucket to gather next, or ``_OVER``; others do not send theirs."""
         what = f"what rank {self._control.ranks[self._leader]} gathers next"
         (announced,) = self._control.numbers_of(self._leader, [number], what)
         return announced
 
     def _announce(self, number: int) -> None:
         """Announce a gather, or ``_OVER``, to the absent ranks. Running ranks must gather the same bucket."""
-        if (announced := self._announced(number)) != number:
-            own, leaders = (self.buckets[each].unit_name if each != _OVER else "none" for each in (number, announced))
+        if (announced := self._number_of_leader(number)) != number:
+            units = [f"unit {bucket.unit_name or 'root'!r}" for bucket in self.buckets] + ["no unit"]  # for ``_OVER``
             raise RuntimeError(
-                f"Next, rank {self._control.ranks[self._control.rank]} gathers unit {own or 'root'!r}, but rank "
-                f"{self._control.ranks[self._leader]} gathers unit {leaders or 'root'!r}. {SAME_UNITS}"
+                f"Next, rank {self._control.ranks[self._control.rank]} gathers {units[number]}, but rank "
+                f"{self._control.ranks[self._leader]} gathers {units[announced]}. {SAME_UNITS}"
             )
 
     def _serve(self) -> None:
-        while (number := self._announced()) != _OVER:
+        while (number := self._number_of_leader()) != _OVER:
             bucket = self.buckets[number]
             stays = bucket.is_ready
             with self._rendezvous.have_met():  # the leader's announcement says what all ranks gather

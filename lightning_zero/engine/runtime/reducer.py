@@ -16,7 +16,13 @@ from torch import Tensor
 from lightning_zero.engine.comm.asynchronous import Streams, at, current_stream, wait_for
 from lightning_zero.engine.comm.collectives import Communicator, Pending
 from lightning_zero.engine.comm.counters import Phases
-from lightning_zero.engine.compat import current_autograd_node, current_graph_task, gradient_hooks, queue_callback
+from lightning_zero.engine.compat import (
+    current_autograd_node,
+    current_graph_task,
+    gradient_hooks,
+    queue_callback,
+    untraced,
+)
 from lightning_zero.engine.optim.optimizers import Hyperparameters
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
 from lightning_zero.engine.runtime.schedule import Phase, Schedule, Unit, in_backward, weakly
@@ -250,7 +256,7 @@ class GradientReducer:
             self._deferred = True
         if self._deferred:
             self._deferred = False
-            self._end_by(_End(self._number, self._at_end), queue_callback)
+            self._end_by(_End(self._number, untraced(self._at_end)), queue_callback)
         return self._backward
 
     def _end_by(self, end: Callable[..., None], register: Callable[[Any], Any]) -> None:

@@ -21,6 +21,7 @@ from lightning_zero.engine.compat import (
     is_compiled,
     is_profiling,
     queue_callback,
+    untraced,
 )
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.runtime.saved_tensors import Attributes, SavedTensors, is_watched_by_others, tensors_in
@@ -449,9 +450,13 @@ def in_backward() -> bool:
 
 
 def weakly(method: Any) -> Callable[..., None]:
-    """Return a function that calls a bound method while the method's object lives, without keeping the object alive."""
+    """Return a function that calls a bound method while the method's object lives, without keeping the object alive.
+
+    Where compiled code calls ``backward``, ``torch.compile`` does not trace the function.
+    """
     owner, function = weakref.ref(method.__self__), method.__func__
 
+    @untraced
     def call(*args: Any) -> None:
         if (found := owner()) is not None:
             function(found, *args)

@@ -29,20 +29,15 @@ from lightning_zero.engine.comm.cross_memory.small_messages import (
     bytes_of,
     fill,
 )
-from lightning_zero.engine.comm.transport import (
-    Bounds,
-    Chain,
-    Codec,
-    Started,
-    Transport,
-    slices_of,
-)
+from lightning_zero.engine.comm.transport import Bounds, Chain, Codec, Started, Transport, slices_of
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # timeout for connecting, in seconds
 _CHUNK = 2**15  # elements added up at a time: they fit into the cache, and torch adds them on one core
 
-_Read = Callable[[Tensor, int], None]  # fills a tensor from what another rank gives, which begins at an offset in bytes
+_Reader = Callable[
+    [Tensor, int], None
+]  # fills a tensor from what another rank gives, which begins at an offset in bytes
 
 _transports_of_process: weakref.WeakSet[CrossMemoryTransport] = weakref.WeakSet()
 
@@ -81,7 +76,7 @@ class CrossMemoryTransport(Transport):
     def gather(self, slices: Sequence[Tensor], is_small: bool = False) -> Started:
         """Fill ``slices`` with those of the other ranks, while the other ranks read this rank's slice."""
 
-        def take(position: int, read: _Read) -> None:
+        def take(position: int, read: _Reader) -> None:
             read(slices[self._ranks[position]], 0)
 
         sources = [slices[self._rank]] * len(self._ranks)
@@ -99,7 +94,7 @@ class CrossMemoryTransport(Transport):
         # The first two terms may be swapped: rank 0 adds its own values after those of rank 1.
         own_follows = max(self._rank - 1, 0)
 
-        def take(position: int, read: _Read) -> None:
+        def take(position: int, read: _Reader) -> None:
             for start in range(0, len(own), _CHUNK):
                 part, mine = total[start : start + _CHUNK], own[start : start + _CHUNK]
                 is_first = position == 0
@@ -120,7 +115,7 @@ class CrossMemoryTransport(Transport):
         tag: int,
         chain: Chain,
         sources: list[Tensor],
-        take: Callable[[int, _Read], None],
+        take: Callable[[int, _Reader], None],
         buffers: list[Tensor],
         is_small: bool,
     ) -> Started:
@@ -213,7 +208,8 @@ def connect(
                 lines = _connect_to([name for _, name, _, _ in told[:place]], place, stack)
                 is_connected = True
         if not all(exchange_objects(is_connected)):
-            process_memory.let_read(0)
+            if said is not None:
+                process_memory.let_read(0)
             return None
         processes = [process for process, _, _, _ in told]
         while len(lines) < size - 1:  # all ranks have connected, so accepting does not block
