@@ -25,7 +25,7 @@ _CONTEXTS = 3, 16, 64, 256
 gathers, as where a network runs twice before its backward."""
 
 _UNCLEAR = -1  # expected in place of a bucket after different gathers
-_MOST_EXPECTATIONS = 2**14
+_MOST_EXPECTATIONS = 2**13
 
 _ARRIVAL = 1 << 48
 """One rank's arrival in a sum of arrivals and checksums of 32 bits."""
