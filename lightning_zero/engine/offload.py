@@ -274,7 +274,13 @@ class Update(NamedTuple):
     dtype: torch.dtype  # dtype of step counts
 
     @classmethod
-    def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
+    def of(
+        cls,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        device: torch.device,
+        own: dict[Any, Any],
+    ) -> Update:
         """Make an update that runs on the CPU.
 
         For a module on another device, tensors among the options are copied to the CPU, a fused kernel is the default,
@@ -282,6 +288,7 @@ class Update(NamedTuple):
 
         Args:
             device: the module's device.
+            own: the result of ``of_no_parameter``.
         """
 
         def kept(value: Any) -> Any:
@@ -298,7 +305,7 @@ class Update(NamedTuple):
             options["capturable"] = False
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         attributes = {key: kept(value) for key, value in vars(optimizer).items()}
-        attributes["state"] = tree_map_only(Tensor, kept, of_no_parameter(optimizer.state))
+        attributes["state"] = tree_map_only(Tensor, kept, own)
         return cls(kind, _without_hooks(kind), attributes, options, dtype)
 
     def act(

@@ -76,7 +76,7 @@ def test_options_that_only_a_device_allows_do_not_reach_an_update_on_the_cpu(kin
     gradient = torch.arange(4.0).to(dtype)
     optimizers = [kind([parameter]) for parameter in parameters]
     optimizers[0].param_groups[0]["capturable"] = True
-    update = Update.of(optimizers[0], optimizers[0].param_groups[0], torch.device("cuda"))
+    update = Update.of(optimizers[0], optimizers[0].param_groups[0], torch.device("cuda"), {})
     values = parameters[0].detach().clone()
     update.act([values], [gradient], [{}])
     parameters[1].grad = gradient

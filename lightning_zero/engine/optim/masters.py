@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.compat import call_first, let_hooks_be_registered, running_steps
-from lightning_zero.engine.offload import Update
+from lightning_zero.engine.offload import Update, of_no_parameter
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, is_alone
 from lightning_zero.engine.optim.state import MasterStates, OptimizedEngine, StateMapping, States
@@ -53,6 +53,7 @@ class Masters:
         self._given: dict[Master, Tensor] = {}  # in a step, the gradients that it has received
         self._signature: Any = None
         self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without a master
+        self._own_entries: dict[Any, Any] = {}  # before a step, what ``optimizer.state`` has under other keys
         let_hooks_be_registered(optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -118,6 +119,7 @@ class Masters:
         for engine in self.states.engines:
             engine.begin_update()
         self.states.synchronize()
+        self._own_entries = of_no_parameter(self.states.by_master)
         for engine in self.states.engines:
             for bucket in engine.buckets:
                 bucket.before_update()
@@ -134,7 +136,7 @@ class Masters:
             for each in arranged:
                 if isinstance(each, Master) and each.bucket.updates is not None:
                     offloaded.setdefault(each.bucket, []).append((number, each))
-        update_offloaded(self.states.optimizer, offloaded, gradients)
+        update_offloaded(self.states.optimizer, offloaded, gradients, self._own_entries)
         if not all(bucket.background.overlap for bucket in offloaded):
             self.states.synchronize()
         for group, arranged in zip(groups, self._arranged):
@@ -150,7 +152,7 @@ class Masters:
         """Update a master in chunks if that is needed or faster; otherwise return it for ``step``, with a gradient."""
         optimizer, states, tensor = self.states.optimizer, self.states.by_master, master.tensor
         if gradient is not None and (master.rounds or gains_by_chunks(type(optimizer), group, tensor)):
-            update = Update.of(optimizer, group, torch.device("cpu"))  # leaves options as they are
+            update = Update.of(optimizer, group, torch.device("cpu"), self._own_entries)  # leaves options as they are
             with master.bucket.phases("update", master.bucket.unit_name):
                 states[tensor] = updated(update, master, tensor.detach(), gradient, dict.get(states, tensor, {}))
             return []

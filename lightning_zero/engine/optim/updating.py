@@ -175,16 +175,18 @@ def update_offloaded(
     optimizer: Optimizer,
     buckets: Mapping[Bucket, Sequence[tuple[int, Master]]],
     gradients: Mapping[Master, Tensor | None],
+    own: dict[Any, Any],
 ) -> None:
     """Start to update the masters of offloaded buckets in the background, with the current options of their groups.
 
     Args:
         buckets: each bucket's masters, each preceded by the number of its group.
+        own: the entries of the optimizer's state that belong to no parameter, from before the step.
     """
     for bucket, masters in buckets.items():
         device, groups = bucket.full.device, optimizer.param_groups
         numbers = {number for number, _ in masters}
-        update_of = {number: Update.of(optimizer, groups[number], device) for number in numbers}
+        update_of = {number: Update.of(optimizer, groups[number], device, own) for number in numbers}
         wanted = [(update_of[number], master, gradients[master]) for number, master in masters if master.is_here]
         bucket.update_in_background(partial(_update, optimizer, bucket, wanted))
 
