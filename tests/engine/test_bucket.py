@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -29,46 +30,55 @@ def planned(stage: int, ranks: int, dtype: torch.dtype, offload: OffloadConfig |
     return ResidencyPlan.of(layout, placements_of(stage), offload, device=torch.device("cuda"), **chosen)
 
 
+def bytes_of(plan: ResidencyPlan) -> dict[Medium, int]:
+    found = Counter[Medium]()
+    if plan.is_replicated:
+        found[BUFFER] += plan.layout.padded_numel * plan.gathered_dtype.itemsize
+    for medium, dtype in ((plan.masters, plan.master_dtype), (plan.copy, plan.compute_dtype)):
+        if medium in (DEVICE, HOST, DISK):
+            found[medium] += plan.shard_numel * dtype.itemsize
+    return found
+
+
 @pytest.mark.parametrize(
-    ("stage", "ranks", "dtype", "offload", "masters", "copy"),
+    ("stage", "ranks", "dtype", "offload", "masters", "copy", "at_rest"),
     [
-        (2, 4, FP32, None, BUFFER, None),
-        (2, 4, BF16, None, DEVICE, None),
-        (3, 4, FP32, None, DEVICE, None),
-        (3, 4, BF16, None, DEVICE, None),
-        (2, 4, FP32, ON_CPU, HOST, BUFFER),
-        (2, 4, BF16, ON_DISK, DISK, BUFFER),
+        # 256 elements over 4 ranks: a shard of 64, 256 bytes in fp32 and 128 in bf16
+        (2, 4, FP32, None, BUFFER, None, {BUFFER: 1024}),
+        (2, 4, BF16, None, DEVICE, None, {BUFFER: 512, DEVICE: 256}),
+        (3, 4, FP32, None, DEVICE, None, {DEVICE: 256}),
+        (3, 4, BF16, None, DEVICE, None, {DEVICE: 256}),
+        (2, 4, FP32, ON_CPU, HOST, BUFFER, {BUFFER: 1024, HOST: 256}),
+        (2, 4, BF16, ON_DISK, DISK, BUFFER, {BUFFER: 512, DISK: 256}),
         # The input of gathers stays on the device, unless the parameters are offloaded, too.
-        (3, 4, FP32, ON_CPU, HOST, DEVICE),
-        (3, 4, BF16, ON_CPU, HOST, DEVICE),
-        (3, 4, FP32, ALL_ON_CPU, HOST, None),
-        (3, 4, BF16, ALL_ON_CPU, HOST, HOST),
-        (3, 4, FP32, MIXED, DISK, HOST),
-        (3, 4, FP32, ALL_ON_DISK, DISK, None),
-        (3, 4, BF16, ALL_ON_DISK, DISK, DISK),
+        (3, 4, FP32, ON_CPU, HOST, DEVICE, {HOST: 256, DEVICE: 256}),
+        (3, 4, BF16, ON_CPU, HOST, DEVICE, {HOST: 256, DEVICE: 128}),
+        (3, 4, FP32, ALL_ON_CPU, HOST, None, {HOST: 256}),
+        (3, 4, BF16, ALL_ON_CPU, HOST, HOST, {HOST: 256 + 128}),
+        (3, 4, FP32, MIXED, DISK, HOST, {DISK: 256, HOST: 256}),
+        (3, 4, FP32, ALL_ON_DISK, DISK, None, {DISK: 256}),
+        (3, 4, BF16, ALL_ON_DISK, DISK, DISK, {DISK: 256 + 128}),
         # On one rank, a shard in addition to the buffer would be a second copy of everything.
-        (3, 1, FP32, None, BUFFER, None),
-        (3, 1, BF16, None, DEVICE, None),
-        (3, 1, BF16, ON_CPU, HOST, BUFFER),
-        (3, 1, FP32, ALL_ON_CPU, HOST, None),
+        (3, 1, FP32, None, BUFFER, None, {BUFFER: 1024}),
+        (3, 1, BF16, None, DEVICE, None, {DEVICE: 1024}),
+        (3, 1, BF16, ON_CPU, HOST, BUFFER, {BUFFER: 512, HOST: 1024}),
+        (3, 1, FP32, ALL_ON_CPU, HOST, None, {HOST: 1024}),
     ],
 )
-def test_stage_dtype_and_offload_decide_where_values_are_kept(stage, ranks, dtype, offload, masters, copy):
+def test_stage_dtype_and_offload_decide_where_values_are_kept(stage, ranks, dtype, offload, masters, copy, at_rest):
     plan = planned(stage, ranks, dtype, offload)
-    assert (plan.masters, plan.copy) == (masters, copy)
+    assert (plan.masters, plan.copy, bytes_of(plan)) == (masters, copy, at_rest)
 
 
 def test_frozen_parameters_are_their_own_masters_and_are_offloaded_with_the_parameters():
-    for stage, offload, masters in [(3, ON_CPU, DEVICE), (3, ALL_ON_CPU, HOST), (1, ON_CPU, BUFFER)]:
-        plan = planned(stage, 4, BF16, offload, trains=False)
-        assert (plan.masters, plan.copy, plan.master_dtype) == (masters, None, BF16)
+    assert bytes_of(planned(3, 4, BF16, ON_CPU, trains=False)) == {DEVICE: 128}
+    assert bytes_of(planned(3, 4, BF16, ALL_ON_CPU, trains=False)) == {HOST: 128}
+    assert bytes_of(planned(1, 4, BF16, ON_CPU, trains=False)) == {BUFFER: 512}
 
 
 def test_in_mixed_precision_masters_are_the_parameters_and_the_buffer_is_cast():
-    plan = planned(1, 4, FP32, None, compute_dtype=BF16)
-    assert (plan.masters, plan.copy, plan.gathered_dtype, plan.is_replicated) == (DEVICE, None, BF16, True)
-    plan = planned(3, 4, FP32, ALL_ON_DISK, compute_dtype=BF16, trains=False)
-    assert (plan.masters, plan.copy, plan.master_dtype, plan.compute_dtype) == (DISK, DISK, FP32, BF16)
+    assert bytes_of(planned(1, 4, FP32, None, compute_dtype=BF16)) == {BUFFER: 512, DEVICE: 256}
+    assert bytes_of(planned(3, 4, FP32, ALL_ON_DISK, compute_dtype=BF16, trains=False)) == {DISK: 256 + 128}
 
 
 def state_over_one_step(**options: Any) -> list[BucketState]:

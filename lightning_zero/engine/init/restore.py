@@ -45,7 +45,7 @@ def restore_parameters(
                 if communicator.everyone.size > 1:
                     bucket.abandon()
                     continue
-                if bucket.state is BucketState.STALE:  # the values from before the update
+                if bucket.state is BucketState.STALE:  # the values as the failed update has left them
                     bucket.state = BucketState.GATHERED
             make_ordinary(bucket, device)
         for slot, tensors in derived.items():
