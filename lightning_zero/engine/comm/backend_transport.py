@@ -23,6 +23,7 @@ from lightning_zero.engine.comm.transport import (
     are_equal,
     slices_of,
 )
+from lightning_zero.engine.plan.layout import from_0
 
 # Torch before 2.13 has them only as ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, which 2.13 deprecates.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -150,7 +151,7 @@ class Levels(Transport):
 
     def all_gather(self, full: Tensor, bounds: Bounds) -> Started:
         column = bounds[self._first : self._first + self._machines + 1]
-        first = self._across.all_gather(full[column[0] : column[-1]], _from_0(column))
+        first = self._across.all_gather(full[column[0] : column[-1]], from_0(column))
 
         def later() -> Started:
             _result_of(first)
@@ -159,7 +160,7 @@ class Levels(Transport):
         return self._gathers.start(later, first.buffers)
 
     def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
-        slices = _from_0(bounds[self._first : self._first + self._machines + 1])
+        slices = from_0(bounds[self._first : self._first + self._machines + 1])
         first = self._within.reduce_scatter(flat, bounds[:: self._machines], Cast(flat.dtype))
         return self._reductions.start(
             lambda: self._across.reduce_scatter(_result_of(first), slices, codec), first.buffers
@@ -168,10 +169,6 @@ class Levels(Transport):
     def close(self) -> None:
         # second halves that have not started yet still use the inner transport
         self._gathers.close(lambda: self._reductions.close(self._within.close))
-
-
-def _from_0(bounds: Bounds) -> Bounds:
-    return [bound - bounds[0] for bound in bounds]
 
 
 def _result_of(started: Started) -> Any:

@@ -262,8 +262,7 @@ class BucketLayout:
     @property
     def bounds_in_part(self) -> list[int]:
         """The start of each shard in this rank's part, and the end of the last, relative to the start of the part."""
-        bounds = self._bounds[self._first_in_part : self._first_in_part + self.nodes + 1]
-        return [bound - bounds[0] for bound in bounds]
+        return from_0(self._bounds[self._first_in_part : self._first_in_part + self.nodes + 1])
 
     @property
     def _first_in_part(self) -> int:
@@ -315,6 +314,11 @@ class BucketLayout:
         for segment, end in zip(self.segments, [*(other.start for other in self.segments[1:]), self.padded_numel]):
             sizes += [segment.numel, end - segment.stop]
         return sizes
+
+
+def from_0(bounds: Sequence[int]) -> list[int]:
+    """Bounds of adjacent slices, relative to the first of them."""
+    return [bound - bounds[0] for bound in bounds]
 
 
 def _align(numel: int) -> int:
