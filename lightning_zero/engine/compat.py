@@ -100,7 +100,6 @@ swap_tensor = torch._C._swap_tensor_impl
 # Asserts on the device that a value is true, after the work already queued there; the host need not wait for the value.
 assert_on_device: Callable[[torch.Tensor], None] = torch._assert_async
 
-make_wrapper = torch.Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
 # One kernel for many small tensors.
@@ -112,6 +111,13 @@ address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 # The attribute that ``nn.Parameter(tensor)`` sets to True on an instance of a tensor subclass.
 PARAMETER_MARK = "_is_param"
+
+
+def make_wrapper(cls: type, shape: torch.Size, **options: Any) -> Any:
+    """Make a tensor without memory. C++ code that asks for its memory mostly gets an error, not a null pointer."""
+    wrapper: Any = torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+    torch._C._set_throw_on_mutable_data_ptr(wrapper)
+    return wrapper
 
 
 def let_foreach_take(cls: type) -> None:

@@ -51,6 +51,14 @@ def test_a_check_runs_before_a_wrappers_memory_becomes_that_of_an_ordinary_tenso
         assert fake.shape == (3,)
 
 
+def test_code_in_c_that_asks_for_the_memory_of_a_wrapper_gets_an_error():
+    wrapper = compat.make_wrapper(ShardedTensor, (2,), dtype=torch.float32, device="cpu")
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(wrapper)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.Tensor.data_ptr(wrapper)
+
+
 def test_a_function_is_called_at_the_end_of_a_backward_pass():
     order = []
     tensor = torch.ones(2, requires_grad=True)

@@ -1122,6 +1122,42 @@ NEED_MEMORY = {
 }
 
 
+def count_by_address(stage):
+    """Which tensors have one address is as with the unsharded module, so that a tied weight counts once."""
+    module, reference, _, engine = make(stage)
+    copied, copied_reference = copy.deepcopy(module), copy.deepcopy(reference)
+
+    def addresses(model, copied):
+        tensors = [*model.parameters(), *(p.data for p in model.parameters()), *(p.grad for p in model.parameters())]
+        found = [t.data_ptr() for t in (*tensors, *copied.parameters(), model[0].weight.detach().clone())]
+        return [found.index(address) for address in found]
+
+    assert addresses(module, copied) == addresses(reference, copied_reference)
+    assert len({p.data.data_ptr() for p in module.parameters()}) == 4
+    with pytest.raises(RuntimeError, match="no memory of its own"):
+        module[0].weight[1:].data_ptr()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_are_told_apart_by_their_addresses(run_on, stage):
+    run_on(2, count_by_address, stage=stage)
+
+
+def give_memory_to_code_in_c(stage):
+    weight = make(stage)[0][0].weight
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(weight.detach())
+    alone = [dist.new_group([each]) for each in range(2)][rank()]
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        dist.scatter(torch.empty(5, 7), [weight.detach()], src=rank(), group=alone)  # a list within a list, to torch
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_code_that_asks_no_operator_gets_an_error_instead_of_a_null_pointer(run_on, stage):
+    run_on(2, give_memory_to_code_in_c, stage=stage)
+
+
 def need_memory(stage):
     module, reference, _, engine = make(stage)
     weight = module[0].weight
