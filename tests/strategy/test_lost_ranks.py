@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import failures
 from lightning_zero.engine.comm.cross_memory import exchange
+from lightning_zero.engine.comm.transport import Cast
+from lightning_zero.engine.plan.mesh import ALL
 from tests.support import rank
 from tests.support.lost import die, run_ranks
 from tests.support.patience import PATIENCE, little_patience
@@ -207,6 +210,44 @@ def while_a_worker_of_it_lives():
 @pytest.mark.exhaustive
 def test_a_killed_rank_is_noticed_though_a_worker_of_its_loader_lives(run_on):
     run_on(1, while_a_worker_of_it_lives, timeout=60)
+
+
+def while_it_receives(kind):
+    """Rank 1 is stopped, then killed, when rank 0 has sent the part of a message that the sockets can hold."""
+    numel = 2**24
+
+    def act():
+        engine = Engine(nn.Linear(4, 4), stage=3)
+        flat, bounds = torch.ones(2 * numel), [0, numel, 2 * numel]
+        group = engine.communicator.along(ALL)
+        dist.barrier()
+        if rank() == 0:
+            time.sleep(1)  # rank 1 is stopped by then
+        if kind == "gather":
+            pending = group.all_gather(flat, bounds, "this gather")
+        else:
+            pending = group.reduce_scatter(flat, bounds, Cast(flat.dtype), "this reduction")
+        if rank() == 1:
+            time.sleep(0.5)  # its receive has begun
+            if (parent := os.getpid()) and os.fork() == 0:
+                time.sleep(2)
+                os.kill(parent, signal.SIGKILL)
+                os._exit(0)
+            os.kill(parent, signal.SIGSTOP)
+        try:
+            pending.wait()
+        finally:
+            engine.close(communicate=False)
+            del group, pending, engine
+            gc.collect()
+            dist.destroy_process_group()  # waits for the threads of Gloo
+
+    survivors_name(act, 1, what=f"this {kind} did not complete")
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduction"])
+def test_a_wait_ends_although_a_part_of_a_large_message_was_sent_to_the_killed_rank(run_on, kind):
+    run_on(1, while_it_receives, timeout=100, kind=kind)
 
 
 class Dies(Learner):

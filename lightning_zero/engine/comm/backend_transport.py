@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.engine.comm.failures import waits_for
 from lightning_zero.engine.comm.process_group import ProcessGroup, backend_name, rank
 from lightning_zero.engine.comm.transport import (
     Bounds,
@@ -62,7 +63,7 @@ class BackendTransport(Transport):
             ]
         else:
             works = [dist.all_gather(slices, slices[self._rank], group=self._gathers, async_op=True)]
-        return Started([work.wait for work in works], [full])
+        return Started(waits_for(works, are_of_gloo=self._is_gloo), [full])
 
     def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
         if self._is_summed_by_backend(flat, bounds, codec):
@@ -101,7 +102,7 @@ class BackendTransport(Transport):
                 total.add_(term)
             return total if is_encoded or size == 2 else total.clone()  # without the rest of ``received``
 
-        return Started([work.wait for work in works], [own, lower, higher, received], finish)
+        return Started(waits_for(works, are_of_gloo=self._is_gloo), [own, lower, higher, received], finish)
 
     def _exchange(self, sent: Tensor, sizes: list[int], received: Tensor, sources: range) -> Any:
         """Start to send parts of these sizes in bytes to all ranks, and to receive parts of equal sizes from some."""

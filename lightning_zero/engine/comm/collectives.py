@@ -419,9 +419,7 @@ class Communicator:
 
     def end_transfers(self) -> None:
         """After a failure, end the transfers of this object's groups, so that their memory can be freed."""
-        for group in self._own_groups:
-            with suppress(RuntimeError, ValueError):  # the group may have failed, or already be destroyed
-                process_group.end_waits(group)
+        process_group.end_waits(self._own_groups)
 
     def close(self) -> None:
         """Close the rendezvous, the transports and the watch, and destroy the groups that this object created."""

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing import util
 from typing import Any, NamedTuple
 
@@ -265,8 +266,7 @@ class Notices:
 
 def _end_waits(reason: str) -> None:
     sever_all(reason)
-    for group in process_group.all_groups():
-        process_group.end_waits(group)
+    process_group.end_waits(process_group.all_groups())
 
 
 _notices: list[Notices] = []  # at most one: that of the default process group
@@ -356,6 +356,18 @@ class Watch:
 def failure() -> str | None:
     """Why the run cannot continue: which rank has failed or was killed, or which ranks are in a deadlock; else None."""
     return _notices[0].failure if _notices and process_group.is_default(_notices[0].group) else None
+
+
+def waits_for(works: Sequence[Any], *, are_of_gloo: bool) -> list[Callable[[], Any]]:
+    """Functions that wait for collectives. With Gloo, waits also end when the run has failed."""
+    return [partial(_wait_for, process_group.noted(work)) if are_of_gloo else work.wait for work in works]
+
+
+def _wait_for(work: Any) -> None:
+    while process_group.is_in_flight(work):
+        if failure() is not None:
+            raise RuntimeError(failure())
+    work.wait()
 
 
 def reason_soon() -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -187,13 +189,38 @@ def close_connections(backend: Any) -> None:
             )
 
 
-def end_waits(group: ProcessGroup) -> None:
-    """End all waits and transfers in a group, which is unusable afterwards."""
-    for backend in backends_of(group):
-        if backend.name().lower() == "gloo":
-            close_connections(backend)
-        else:
-            backend.abort()
+def end_waits(groups: Sequence[ProcessGroup]) -> None:
+    """End all waits and transfers in some groups, which are unusable afterwards."""
+    for group in groups:
+        with suppress(RuntimeError, ValueError):  # the group may have failed, or already be destroyed
+            for backend in backends_of(group):
+                if backend.name().lower() == "gloo":
+                    close_connections(backend)
+                else:
+                    backend.abort()
+    if any(is_in_flight(work) for work in list(_in_flight)):
+        for group in groups:  # their destructors would wait for these collectives, also at the program's end
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+_in_flight: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def noted(work: Any) -> Any:
+    """Note a collective of Gloo, for ``end_waits``, and return it."""
+    _in_flight.add(work)
+    return work
+
+
+def is_in_flight(work: Any) -> bool:
+    """Whether a collective of Gloo is still in flight after a moment.
+
+    It may be so until the group's timeout: Gloo does not end a send of which the socket had taken only a part when the
+    connection closed.
+    """
+    with suppress(RuntimeError):
+        work.wait(timedelta(seconds=0.1))
+    return not work.is_completed()
 
 
 # -- the store --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.backend_transport import all_gather_single
 from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters
-from lightning_zero.engine.comm.failures import explained
+from lightning_zero.engine.comm.failures import explained, waits_for
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.compat import assert_on_device, keystr, tree_leaves_with_path
 from lightning_zero.engine.plan.share import Share
@@ -220,10 +220,12 @@ class ActivationParts:
                 for into, part in ((marks, mark.view(1)), (flat, own))
             ]
 
+        waits = waits_for(works, are_of_gloo=flat.device.type == "cpu")
+
         def wait() -> None:
             with self._tensor.control.waiting(_GATHER):
-                for work in works:
-                    work.wait()
+                for each in waits:
+                    each()
             are_alike = (marks == marks[0]).all()
             if marks.device.type != "cpu":
                 assert_on_device(are_alike)
