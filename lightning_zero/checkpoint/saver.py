@@ -30,10 +30,10 @@ from lightning_zero.checkpoint.saving import (
 )
 from lightning_zero.checkpoint.trees import is_view_of_parameter
 from lightning_zero.engine import (
-    BackgroundWork,
     LazyTensor,
     ShardedTensor,
     as_made_of_tensors,
+    await_always,
     failures,
     process_group,
     sharded_tree,
@@ -130,23 +130,30 @@ class Saver:
             # they are read.
             stay = [entry for entry in entries if entry.is_guarded and isinstance(entry.values, LazyTensor)]
         copied = self._copying(entries, stay)
-        work = BackgroundWork()
-        work.await_always()  # training waits for it before it changes guarded values
+        reading: Future[None] = Future()
+        await_always(reading)  # training waits for it before it changes guarded values
+
+        def end() -> None:
+            if not reading.done():
+                reading.set_result(None)
 
         def copies() -> list[Entry]:
             found = copied()
             if not stay:
-                work.end()
+                end()
             job.before()
             return found
 
         def written(value: Any) -> list[Any]:
-            work.end()  # this rank's file has been written
+            end()  # this rank's file has been written
             return gather(value)
 
         def save() -> None:
-            with work, failures.explained(f"Saving the checkpoint {path} in the background"):
-                write(replace(ranks, gather=written, group=group), copies)
+            try:
+                with failures.explained(f"Saving the checkpoint {path} in the background"):
+                    write(replace(ranks, gather=written, group=group), copies)
+            finally:
+                end()
 
         self._submit(save)
 

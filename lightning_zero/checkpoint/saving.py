@@ -55,7 +55,7 @@ class Entry:
         share: how tensor parallelism divides the full tensor.
         values: this rank's values, of any shape and dtype; a ``LazyTensor`` is read piece by piece.
         start, stop: this rank's range in the flattened tensor or, under tensor parallelism, in this rank's flat share.
-        is_guarded: whether writes to the values wait for background reads; see ``BackgroundWork``.
+        is_guarded: whether writes to the values wait for background reads; see ``await_always``.
     """
 
     names: tuple[str, ...]

@@ -15,7 +15,7 @@ from lightning_zero.engine.access import (
     uneven_forwards,
 )
 from lightning_zero.engine.comm import failures, process_group, tensor_parallel
-from lightning_zero.engine.comm.asynchronous import BackgroundWork, own_stream
+from lightning_zero.engine.comm.asynchronous import await_always, own_stream
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import Ledger
 from lightning_zero.engine.comm.process_group import store_of_attempt

@@ -14,8 +14,8 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple, ParamSpec
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.comm.asynchronous import BackgroundWork, own_stream
+from lightning_zero.engine.comm.asynchronous import await_always, own_stream, synchronize
 from lightning_zero.engine.comm.simulation import SameThread, SimulatedFile, Simulation
 from lightning_zero.engine.compat import address_of, tree_map_only, without_hooks
 from lightning_zero.engine.config import EngineConfig
@@ -162,8 +162,9 @@ class Updates:
         self.overlap = overlap and simulation is None  # if False, ``optimizer.step`` waits until all updates are done
         self.gradients = gradients  # whether gradients are kept in host memory
         self._copier: Updates | None = None  # another thread, since updates may wait for its copies
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor: Executor | None = None
         self._last: Turn | None = None
+        self._failure: list[BaseException] = []  # the first error that ``synchronize`` has not raised yet
 
     @classmethod
     def of(cls, config: EngineConfig, simulation: Simulation | None) -> Updates:
@@ -174,35 +175,47 @@ class Updates:
         threads = BUFFERS if offload.optimizer == "nvme" else 1
         return cls(config.overlap and offload.overlap, offload.gradients is not None, threads, simulation)
 
-    def submit(self, act: Callable[..., None], states: DiskStates | None = None) -> BackgroundWork:
-        """Run a function in a thread, after all functions submitted earlier; return a ``BackgroundWork`` for it.
+    def submit(self, act: Callable[..., None], states: DiskStates | None = None) -> Future[None]:
+        """Run a function in a thread, after all functions submitted earlier; return a future for its end.
 
         Args:
             states: states on a disk, which the function changes; see ``DiskStates.change``.
         """
-        work, turn = BackgroundWork(self), Turn(self._last)
+        turn = Turn(self._last)
 
         def run() -> None:
-            with suppress(Exception), work:  # ``work.result()`` raises the error
-                if states is not None:
-                    states.change(act, turn)
-                    return
-                with turn:
-                    act()
+            try:
+                with self._simulation.on_host() if self._simulation is not None else nullcontext():
+                    if states is not None:
+                        states.change(act, turn)
+                        return
+                    with turn:
+                        act()
+            except BaseException as error:
+                if not self._failure:
+                    self._failure.append(error)
+                raise
 
         try:
-            work.await_always()
-            self._put(run)
+            if self._executor is None:
+                # The interpreter waits for threads at exit: one that computes meanwhile would crash the process.
+                is_real = self._simulation is None
+                self._executor = ThreadPoolExecutor(self._threads, "lightning_zero-update") if is_real else SameThread()
+            work = self._executor.submit(run)
+            await_always(work)
             self._last = turn
-        except BaseException:  # Ctrl-C: nothing must wait for a function that may not be in the queue
-            try:
-                self.close()  # runs the function if it is
-            finally:
-                work.end()
+        except BaseException:  # Ctrl-C, after which the function may be in the queue
+            self.close()
             raise
         return work
 
-    def to_host(self, source: Tensor) -> tuple[Tensor, BackgroundWork]:
+    def synchronize(self) -> None:
+        """Wait for all background work, also of others; raise the error if an update has failed since the last call."""
+        synchronize()
+        if self._failure:
+            raise self._failure.pop()
+
+    def to_host(self, source: Tensor) -> tuple[Tensor, Future[None]]:
         """Start to copy gradients to host memory; return the copy, and the work to wait for before reading it."""
         pinned = source.device.type != "cpu"
         target = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned, device="cpu")
@@ -212,15 +225,6 @@ class Updates:
 
         self._copier = self._copier or Updates()
         return target, self._copier.submit(on_own_stream(source.device, copy))
-
-    def _put(self, run: Callable[[], None]) -> None:
-        if self._simulation is not None:
-            with self._simulation.on_host():
-                run()
-            return
-        # The interpreter waits for it at exit: a thread that computes while it shuts down would crash the process.
-        self._executor = self._executor or ThreadPoolExecutor(self._threads, "lightning_zero-update")
-        self._executor.submit(run)
 
     def close(self) -> None:
         """Finish all updates, and end the threads."""

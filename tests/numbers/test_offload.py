@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_zero import full_parameters
 from lightning_zero.engine import Engine
-from lightning_zero.engine.comm.asynchronous import BackgroundWork, is_synchronized, synchronize
+from lightning_zero.engine.comm.asynchronous import is_synchronized, synchronize
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload import MASTERS, DiskStates, Swap, Update, Updates
-from lightning_zero.engine.optim import optimizers, state
 from lightning_zero.io.swap import BUFFERS, SwapFile
 from tests.checkpoint import faults
 from tests.support import models
@@ -367,7 +366,7 @@ def queue_and_interrupt(threads: int) -> None:
     ThreadPoolExecutor.submit = submit  # type: ignore[assignment, method-assign]
     with pytest.raises(KeyboardInterrupt):
         updates.submit(lambda: (time.sleep(0.5), ended.set()))  # type: ignore[arg-type]
-    synchronize(updates)
+    updates.synchronize()
     assert ended.is_set(), "an update that is still running is awaited"
     assert updates.submit(lambda: None).result() is None, "the next update does not wait for ever"
     updates.close()
@@ -381,7 +380,7 @@ def test_an_update_in_whose_submission_ctrl_c_is_pressed_is_awaited(run_on, thre
 def ends_once_written() -> None:
     """The disk delays each write. Each update waits for the end of the one before, as a forward may."""
     swap, updates, real = Swap("swap"), Updates(threads=BUFFERS), SwapFile.write
-    works: list[BackgroundWork] = []
+    works: list[Future[None]] = []
 
     def write(*args: Any) -> None:
         time.sleep(0.02)
@@ -539,14 +538,15 @@ def replaced(offload: str | None) -> dict[str, Any]:
     module, optimizer = prepare(Recipe(Wide))
     engine = Engine(module, [optimizer], offload=option(offload, 3))
     act, is_waited_for, main = Update.act, threading.Event(), threading.current_thread()
+    really_wait = Updates.synchronize
 
     def late(*args: Any) -> Any:
         assert threading.current_thread() is main or is_waited_for.wait(30), "nobody waits"
         return act(*args)
 
-    def wait(*owners: object) -> None:
+    def wait(updates: Updates) -> None:
         is_waited_for.set()
-        synchronize(*owners)
+        really_wait(updates)
 
     for step in range(4):
         module(*batch(step)).backward()
@@ -556,8 +556,7 @@ def replaced(offload: str | None) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             if step == 1:
-                for room in (optimizers, state):
-                    patch.setattr(room, "synchronize", wait)
+                patch.setattr(Updates, "synchronize", wait)
                 former, optimizer = optimizer, models.sgd_nesterov(module)
                 engine.set_optimizers([optimizer])
                 assert not former.state

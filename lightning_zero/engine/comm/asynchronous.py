@@ -9,59 +9,22 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Iterable
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
 import torch
 
-_under_way: list[BackgroundWork] = []  # changed without a lock, which Ctrl-C could leave locked
+_under_way: list[Future[Any]] = []  # changed without a lock, which Ctrl-C could leave locked
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_under_way.clear)  # a forked process has none of its parent's threads
 
 
-class BackgroundWork(Future[None]):
-    """A task in another thread; until it ends, no other thread may read or write the values it works on.
-
-    ``synchronize`` waits for the task once ``await_always`` was called.
-
-    Used as a context manager, the object marks the task as ended at the end of the context.
-
-    Args:
-        owner: the object that the task works for; ``synchronize`` raises the task's error only if called with it. None
-            if errors are reported in another way.
-    """
-
-    def __init__(self, owner: object | None = None) -> None:
-        super().__init__()
-        self._owner = weakref.ref(owner) if owner is not None else None
-
-    def await_always(self) -> None:
-        """Make ``synchronize`` wait for the task."""
-        _under_way.append(self)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        self.end(error)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Mark the task as done, or as failed. Only the first call has an effect."""
-        with suppress(InvalidStateError):
-            self.set_result(None) if error is None else self.set_exception(error)
-
-    @property
-    def has_failed(self) -> bool:
-        return self.done() and self.exception() is not None
-
-    @property
-    def owner(self) -> object | None:
-        """The object that the task works for, if there is one and it still exists."""
-        return self._owner() if self._owner is not None else None
+def await_always(work: Future[Any]) -> None:
+    """Make ``synchronize`` wait for a task: until it ends, no other thread may read or write the values it works on."""
+    _under_way.append(work)
 
 
 def is_synchronized() -> bool:
@@ -69,25 +32,14 @@ def is_synchronized() -> bool:
     return all(work.done() for work in list(_under_way))
 
 
-def synchronize(*owners: object) -> None:
-    """Wait for all background work on the engine's values.
-
-    Args:
-        owners: the owners whose tasks' errors are raised; other errors are kept until their owners are passed.
-
-    Raises:
-        Exception: the error of a failed task of these owners.
-    """
+def synchronize() -> None:
+    """Wait for all background work on the engine's values. ``Updates.synchronize`` also raises errors of updates."""
     if _under_way:
         works = list(_under_way)
         wait(works)
-        owned = [work for work in works if any(work.owner is owner for owner in owners if owner is not None)]
         for work in works:
-            if work in owned or not work.has_failed or work.owner is None:  # no owner will receive the error
-                with suppress(ValueError):  # another thread may have removed it
-                    _under_way.remove(work)
-        for work in owned:
-            work.result()
+            with suppress(ValueError):  # another thread may have removed it
+                _under_way.remove(work)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole, warn_of_unknown
@@ -151,7 +150,7 @@ class Optimizers:
                 warn_of_unknown(optimizer, self._config)
         gone = [masters for masters in before if masters not in self.masters]
         if gone:
-            synchronize(self.background)  # a removed optimizer's update may still be running
+            self.background.synchronize()  # a removed optimizer's update may still be running
         for masters in gone:
             masters.close(None)
         self._give_owners()
@@ -193,7 +192,7 @@ class Optimizers:
                     "optimizer.zero_grad(), or before the first backward."
                 )
         if late:
-            synchronize(self.background)
+            self.background.synchronize()
             give_owners(late, self.buckets, self.masters)
         self._members = self._members_of_groups()  # only now: what was refused is refused again
 
@@ -239,11 +238,11 @@ class Optimizers:
 
     @property
     def has_failed_update(self) -> bool:
-        return any(bucket.update is not None and bucket.update.work.has_failed for bucket in self.buckets)
+        return any(bucket.update is not None and bucket.update.has_failed for bucket in self.buckets)
 
     def finish_updates(self) -> None:
         """Wait for background work. After a failed update, raise its error at every call."""
-        synchronize(self.background)
+        self.background.synchronize()
         for bucket in self.buckets:
             if bucket.update is not None:
                 bucket.update.work.result()

@@ -87,7 +87,9 @@ class MasterStates:
 
     def synchronize(self) -> None:
         """Wait for all background work, and raise the errors of the engines' work."""
-        synchronize(*(engine.background for engine in self.engines))
+        for engine in self.engines:
+            engine.background.synchronize()
+        synchronize()  # an engine that is gone may have updates left
 
     # -- masters ----------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_zero.engine.comm.asynchronous import BackgroundWork, Streams, synchronize
+from lightning_zero.engine.comm.asynchronous import Streams
 from lightning_zero.engine.comm.collectives import Communicator, Pending
 from lightning_zero.engine.comm.counters import Ledger, Phases
 from lightning_zero.engine.comm.transport import Codec, Started
@@ -63,8 +64,12 @@ class BucketState(Enum):
 class BackgroundUpdate:
     """A background update of the master weights, until a gather of its result begins."""
 
-    work: BackgroundWork
+    work: Future[None]
     was_kept: bool  # user code had a tensor over ``full`` when the update began
+
+    @property
+    def has_failed(self) -> bool:
+        return self.work.done() and self.work.exception() is not None
 
 
 class SharedByBuckets(NamedTuple):
@@ -355,7 +360,7 @@ class Bucket:
 
     def write_to_masters(self, part: slice, written: Tensor) -> None:
         """Copy ``written``, values that were written to a range of the parameters, to the master weights."""
-        synchronize(self.background)
+        self.background.synchronize()
         self.residency.write_to_masters(part, written)
 
     def encode_again(self) -> None:

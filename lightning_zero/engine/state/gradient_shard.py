@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.asynchronous import BackgroundWork
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
@@ -55,7 +55,7 @@ class GradientShard:
     def __init__(
         self,
         flat: Tensor,
-        arrival: BackgroundWork | None,
+        arrival: Future[None] | None,
         ledger: Ledger,
         accumulated: Accumulated | None = None,
     ) -> None:

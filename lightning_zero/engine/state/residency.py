@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.asynchronous import BackgroundWork, current_stream
+from lightning_zero.engine.comm.asynchronous import current_stream
 from lightning_zero.engine.comm.collectives import Communicator, Pending
 from lightning_zero.engine.comm.counters import Ledger
 from lightning_zero.engine.config import LOW_PRECISION, EngineConfig, OffloadConfig, full_precision
@@ -223,7 +223,7 @@ class Residency:
         fetched, self._fetched = self._fetched, None
         return self._values if fetched is None else fetched.result()
 
-    def fetch(self, update: BackgroundWork | None) -> None:
+    def fetch(self, update: Future[None] | None) -> None:
         """If gathers start from values on a disk, start to read them in the background, once ``update`` has ended."""
         states, is_pinned = self.states, self.plan.device.type != "cpu"
         if states is None or self.copy is not None or self._fetched is not None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.comm.tensor_parallel import Placed, is_dtensor
 from lightning_zero.engine.compat import accumulation_hooks, gradient_hooks, set_accumulation_hooks, set_gradient_hooks
 from lightning_zero.engine.state.bucket import Bucket
@@ -190,7 +189,7 @@ class BucketSlot:
         return self.bucket.residency.at_rest(self.local_range)
 
     def _synchronize(self) -> None:
-        synchronize(self.bucket.background)  # background work may be using the shard, to which callers may write
+        self.bucket.background.synchronize()  # background work may be using the shard, to which callers may write
         self.bucket.wait()  # a gather may be filling the buffer, of which the shard may be a slice
         if self.bucket.may_be_written(self.index):
             self.bucket.copy_writes_to_masters()

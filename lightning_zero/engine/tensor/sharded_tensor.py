@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.compat import SlotsOfDTensor
 from lightning_zero.engine.plan.share import Box, boxes_of
 from lightning_zero.engine.tensor.identity import like, set_contents, with_attributes
@@ -183,7 +182,7 @@ class ShardedTensor(WrapperTensor):
             return self.slot.local_parameter()
         if (own := self.own_values) is not None:
             return local_range_of(own, self.slot)
-        synchronize(self.slot.bucket.background)  # background work may be writing to the range
+        self.slot.bucket.background.synchronize()  # background work may be writing to the range
         return self.kept_object.local() if self._own_range is None else self._own_range
 
     def show(self, local: Tensor | None, keep: Any) -> None:
