@@ -110,8 +110,7 @@ class LazyTensor(WrapperTensor):
 
     Operators read the full tensor. Making an alias (``detach()``) reads nothing; nor do dtype conversions and deep
     copies, unless ``write`` is given. Written values go to ``write`` if it is given; otherwise they are held in memory.
-    Methods that need the tensor's memory (``data_ptr()``, ``set_()``) make it an ordinary tensor, or raise an error if
-    ``write`` is given. A pickle contains the values.
+    Methods that need the tensor's memory (``data_ptr()``, ``storage()``) raise an error. A pickle contains the values.
 
     Args:
         read: returns elements ``[start, stop)`` of the flattened tensor, as a 1-D tensor of the given dtype. The result
@@ -243,37 +242,17 @@ class LazyTensor(WrapperTensor):
 
     @WrapperTensor.data.setter  # type: ignore[attr-defined]
     def data(self, value: Tensor) -> None:
-        if self.grad is not None:  # torch keeps the gradient when ``data`` is replaced
-            self._made_ordinary().data = in_memory(value)
+        if (grad := self.grad) is not None:  # torch keeps the gradient when ``data`` is replaced
+            set_contents(self, like(self, self.whole().clone()))
+            self.grad = grad
+            self.data = in_memory(value)
         elif value is not self:
             set_contents(self, like(self, value.detach()))
 
-    def _made_ordinary(self) -> Any:
-        """Turn this into an ordinary tensor, with memory that its aliases share."""
-        if self.lazy_values.write is not None:  # later writes to memory would not reach the source
-            raise RuntimeError(
-                f"'{self.lazy_values.name}' is a lazy tensor, whose values stay in a file: it has no memory of its "
-                "own. Call tensor.clone() to read the values into an ordinary tensor."
-            )
-        if self.device.type == "meta":
-            return self.whole()
-        grad, values = self.grad, self.detach().clone()
-        self.lazy_values.use(values)  # aliases have the same source
-        set_contents(self, like(self, values.detach()))
-        self.grad = grad
-        return self
-
-    def storage(self) -> Any:
-        return self._made_ordinary().storage()
-
     def untyped_storage(self) -> Any:
-        return self._made_ordinary().untyped_storage()
+        raise RuntimeError(f"{self!r} has no memory of its own: call tensor.clone() to read its values into memory.")
 
-    def data_ptr(self) -> int:
-        return self._made_ordinary().data_ptr()
-
-    def set_(self, *args: Any, **kwargs: Any) -> Any:
-        return self._made_ordinary().set_(*args, **kwargs)
+    data_ptr: Any = untyped_storage
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyTensor({self.lazy_values.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
