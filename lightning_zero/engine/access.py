@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import streaming
+from lightning_zero.engine.compat import replaced
 from lightning_zero.engine.optim.masters import masters_that_hold
 from lightning_zero.engine.runtime.join import each_forward
 from lightning_zero.engine.tensor.identity import project_class, with_attributes
@@ -39,29 +40,20 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
         6.0
         >>> engine.close()
     """
-    swapped: list[tuple[dict[str, Any], str, nn.Parameter, nn.Parameter]] = []
-    ordinary: dict[int, nn.Parameter] = {}
-    for inner in module.modules():
-        for name, parameter in inner._parameters.items():
-            if isinstance(parameter, ShardedTensor):
-                if id(parameter) not in ordinary:
-                    value = with_attributes(parameter, parameter.whole().detach().clone())
-                    value.__class__ = project_class(parameter) or nn.Parameter
-                    if value.requires_grad:
-                        value.register_post_accumulate_grad_hook(_taker_of_gradients(parameter))
-                    ordinary[id(parameter)] = value
-                swapped.append((inner._parameters, name, parameter, ordinary[id(parameter)]))
-    for holder, name, _, value in swapped:
-        holder[name] = value
-    try:
+    sharded = {name: p for name, p in module.named_parameters() if isinstance(p, ShardedTensor)}
+    ordinary: dict[str, Any] = {}
+    for name, parameter in sharded.items():
+        value = with_attributes(parameter, parameter.whole().detach().clone())
+        value.__class__ = project_class(parameter) or nn.Parameter
+        if value.requires_grad:
+            value.register_post_accumulate_grad_hook(_taker_of_gradients(parameter))
+        ordinary[name] = value
+    with replaced(module, ordinary):
         yield
-    finally:
-        for holder, name, parameter, _ in swapped:
-            holder[name] = parameter
     if writeback:
         with torch.no_grad():
-            for parameter, value in {id(p): (p, value) for _, _, p, value in swapped}.values():
-                parameter.copy_(value)
+            for name, parameter in sharded.items():
+                parameter.copy_(ordinary[name])
 
 
 def iter_full_parameters(

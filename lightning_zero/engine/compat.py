@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -40,6 +40,7 @@ from torch._utils import _validate_loaded_sparse_tensors
 from torch._weights_only_unpickler import Unpickler, _get_allowed_globals, _get_user_allowed_globals
 from torch.autograd import profiler
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import optimizer as optimizers
 from torch.utils import _device, _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -289,6 +290,18 @@ _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.ste
 def forward_hooks(module: torch.nn.Module) -> tuple[Any, Any]:
     """A module's dictionaries of forward hooks; torch runs a layer as one kernel only if they are empty."""
     return module._forward_pre_hooks, module._forward_hooks
+
+
+def replaced(
+    module: torch.nn.Module, tensors: dict[str, torch.Tensor], *, tied: bool = True
+) -> AbstractContextManager[None]:
+    """Context in which other tensors replace a module's parameters and buffers; then, ``tensors`` has what code set.
+
+    Args:
+        tied: whether to replace tied tensors under all of their names.
+    """
+    # Restored in reverse order, since the tensors of a module with two names are replaced twice.
+    return _reparametrize_module(module, tensors, tie_weights=tied, stack_weights=True)
 
 
 # The attribute with the list of parameters that ``nn.LSTM`` and similar modules compute with.

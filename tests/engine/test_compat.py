@@ -286,6 +286,25 @@ def test_functions_on_the_stack_are_found_by_name_with_their_first_argument():
     assert reset(3) == [("reset", 3)] and not list(compat.calls_on_stack(("reset",)))
 
 
+def test_a_modules_tensors_are_replaced_for_a_while_under_all_their_names():
+    shared = torch.nn.Linear(2, 2)
+    module = torch.nn.ModuleDict(
+        {"a": shared, "b": shared, "c": torch.nn.Linear(2, 2), "norm": torch.nn.BatchNorm1d(2)}
+    )
+    module.c.weight = shared.weight
+    before, value, mean = dict(module.named_parameters(remove_duplicate=False)), torch.ones(2, 2), torch.ones(2)
+    given = {"a.weight": value, "norm.running_mean": mean}
+    with pytest.raises(KeyboardInterrupt), compat.replaced(module, given):
+        assert module.a.weight is module.b.weight is module.c.weight is value and module.norm.running_mean is mean
+        module.norm.running_mean = assigned = torch.zeros(2)
+        raise KeyboardInterrupt
+    assert all(now is before[name] for name, now in module.named_parameters(remove_duplicate=False))
+    assert given["norm.running_mean"] is assigned and module.norm.running_mean is not assigned
+    with compat.replaced(module, {"a.weight": value, "b.weight": value}, tied=False):
+        assert module.a.weight is value and module.c.weight is before["c.weight"]
+    assert module.a.weight is before["a.weight"]
+
+
 def test_a_recurrent_modules_list_of_replaced_parameters_can_be_refreshed():
     module = nn.LSTM(2, 2)
     for name in list(module._parameters):

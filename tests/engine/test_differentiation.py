@@ -452,7 +452,7 @@ def inside_full_parameters(stage):
     with lightning_zero.full_parameters(module, writeback=True), torch.no_grad():
         module.body[0].weight[1] = 3.0
         module(INPUTS)
-        module.head.bias.zero_()
+        module.head.bias = nn.Parameter(torch.zeros_like(module.head.bias))  # a new object is written back, too
     with torch.no_grad():
         reference.body[0].weight[1] = 3.0
         reference.head.bias.zero_()

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor
+from lightning_zero.engine.compat import replaced
 from lightning_zero.engine.init import quantised_layers
 from lightning_zero.engine.tensor.identity import inner_of, like, set_contents, wrapper_of
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
@@ -119,10 +120,9 @@ class _StandIn(nn.Parameter):
 
 @dataclass
 class LoadTarget:
-    """A parameter or buffer, the module's dictionary that holds it, and its stand-in during loading."""
+    """A parameter or buffer, its name, and its stand-in during loading."""
 
-    holder: dict[str, Any]
-    attribute: str
+    name: str
     tensor: Tensor
     stand_in: _StandIn
 
@@ -136,24 +136,14 @@ def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[l
     Args:
         of: returns whether a tensor is chosen.
     """
-    stand_ins: dict[int, _StandIn] = {}
     targets = []
-    for holder in (holder for inner in module.modules() for holder in (inner._parameters, inner._buffers)):
-        for attribute, tensor in holder.items():
-            if tensor is not None and of(tensor):
-                if id(tensor) not in stand_ins:
-                    shape_and_dtype = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    stand_ins[id(tensor)] = _StandIn(shape_and_dtype, requires_grad=False)
-                targets.append(LoadTarget(holder, attribute, tensor, stand_ins[id(tensor)]))
-    for target in targets:
-        target.holder[target.attribute] = target.stand_in
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter in the checkpoint to a meta")
-            yield targets
-    finally:
-        for target in targets:
-            target.holder[target.attribute] = target.tensor
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if of(tensor):
+            shape_and_dtype = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            targets.append(LoadTarget(name, tensor, _StandIn(shape_and_dtype, requires_grad=False)))
+    with warnings.catch_warnings(), replaced(module, {target.name: target.stand_in for target in targets}):
+        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter in the checkpoint to a meta")
+        yield targets
 
 
 def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
@@ -169,7 +159,7 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
     for target in targets:
         if target.stand_in.taken is not None and is_dtensor(target.tensor) and is_on_meta(target.tensor):
             raise ValueError(
-                f"'{target.attribute}' was divided over tensor-parallel ranks on the meta device, and takes no values "
+                f"'{target.name}' was divided over tensor-parallel ranks on the meta device, and takes no values "
                 "there: make the module outside of torch.device('meta'), and load its weights before "
                 "parallelize_module()."
             )
@@ -181,7 +171,7 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
             if not is_deferred(tensor):
                 tensor.copy_(values)
             elif not isinstance(tensor, nn.Parameter):
-                target.holder[target.attribute] = in_memory(values.to(tensor.dtype, copy=True))
+                set_contents(tensor, in_memory(values.to(tensor.dtype, copy=True)))
             elif quantised_layers.awaits_quantisation(tensor):
                 quantised_layers.quantise(tensor, values, wait=wait)
             elif wait or isinstance(tensor, LazyTensor):
@@ -190,4 +180,3 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
                 given = wrapper_of(tensor)(in_memory(values.detach()).to(tensor.dtype))
                 vars(tensor).update(vars(given))  # attributes of a wrapper, such as its inner tensor
                 set_contents(tensor, like(tensor, given))
-            target.stand_in.taken = None  # a tied tensor has several targets, but gets its values once

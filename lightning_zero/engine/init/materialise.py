@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.compat import replaced
 from lightning_zero.engine.init.bucketing import UnshardedBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
 from lightning_zero.engine.init.sources import Source
@@ -220,33 +221,25 @@ class Materialiser:
     @contextmanager
     def _only_new_in_reach(self, module: nn.Module) -> Iterator[None]:
         """Context for a module's initialiser: meta tensors replace tensors that have values and must not change."""
-        places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        for inner in module.modules():
-            for name, parameter in inner._parameters.items():
-                if parameter is None:
-                    continue
-                if id(parameter) not in self._new_parameters:
-                    instead = on_meta(parameter)
-                elif inner is module and id(parameter) in self._initialised:
-                    # tied, and already initialised by another module: this module's values are dropped
-                    instead = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device)
-                    instead = with_attributes(parameter, instead)
-                else:
-                    instead = self._room_of(parameter)
-                places.append((inner._parameters, name, parameter, instead))
-            for name, buffer in inner._buffers.items():
-                if buffer is not None and id(buffer) in self._buffers_with_values:
-                    places.append((inner._buffers, name, buffer, on_meta(buffer)))
-        for holder, name, _, instead in places:
-            holder[name] = instead
-        try:
+        instead: dict[str, Tensor] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in self._new_parameters:
+                instead[name] = on_meta(parameter)
+            elif id(parameter) in self._initialised and name in module._parameters:
+                # tied, and already initialised by another module: this module's values are dropped
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device)
+                instead[name] = with_attributes(parameter, value)
+            else:
+                instead[name] = self._room_of(parameter)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            if id(buffer) in self._buffers_with_values:
+                instead[name] = on_meta(buffer)
+        present = dict(instead)
+        with replaced(module, present, tied=False):
             yield
-            for holder, name, _, instead in places:
-                if holder[name] is not instead and not is_on_meta(instead):
-                    instead.copy_(holder[name])  # the initialiser assigned a new tensor
-        finally:
-            for holder, name, tensor, _ in places:
-                holder[name] = tensor
+        for name, tensor in instead.items():
+            if present[name] is not tensor and not is_on_meta(tensor):
+                tensor.copy_(present[name])  # the initialiser assigned a new tensor
 
     def _room_of(self, parameter: nn.Parameter) -> Tensor:
         """Memory for a new parameter's values, which are marked as unset; the parameter itself if it is sharded."""
