@@ -29,7 +29,7 @@ from lightning_zero.engine.runtime.schedule import Phase, Schedule, Unit, in_bac
 from lightning_zero.engine.state.bucket_gradients import BucketGradients
 from lightning_zero.engine.state.gradient_shard import GradientShard
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
-from lightning_zero.engine.tensor.sharded_tensor import added_gradient, drop_added_gradient
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, take_added_gradient
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _END = "the end of backward"
@@ -131,7 +131,6 @@ class GradientReducer:
         # Autograd calls the referent at the end of a backward or, after an exception in backward, deletes it.
         self._end: Callable[[], Any] = lambda: None
         self._number = next(_reducers)
-        self._added: tuple[int, int] | None = None  # (bucket, parameter) whose ``.grad`` autograd has just added to
         self.hyperparameters = Hyperparameters((), communicator)
         self._hooks: list[Any] = []
         schedule.on_turn_in_backward = weakly(self.turn_to)
@@ -142,14 +141,12 @@ class GradientReducer:
 
     def _hook(self, slot: BucketSlot, number: int) -> None:
         # weakly, since a leaf must not keep the engine alive
-        slot.take_gradient = partial(weakly(self._take), number, slot.index, False)
-        slot.add_gradient = partial(weakly(self._add), number, slot.index)
-        take_from_parameter = partial(weakly(self._take), number, slot.index, True)
-        for leaf, take in ((slot.view, slot.take_gradient), (slot.parameter, take_from_parameter)):
+        slot.take_gradient = partial(weakly(self._take), number, slot.index)
+        for leaf in (slot.view, slot.parameter):
             requires_grad = leaf.requires_grad
             leaf.requires_grad_(True)  # required to register hooks; a frozen parameter may be unfrozen later
             # ``Tensor``'s own method: views and sharded parameters override it for user hooks
-            self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, take))
+            self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, slot.take_gradient))
             leaf.requires_grad_(requires_grad)
 
     def enter_no_sync(self) -> None:
@@ -163,34 +160,22 @@ class GradientReducer:
 
     # -- during backward --------------------------------------------------------------------------------------------
 
-    def _add(self, number: int, index: int, gradient: Tensor) -> None:
-        """Accumulate a local gradient that autograd adds to ``p.grad``; autograd then calls the hook ``_take``."""
-        self._begin()
-        self._gradients[number].accumulate(index, gradient.clone())
-        self._added = number, index
-
-    def _take(self, number: int, index: int, is_parameter: bool, leaf: Tensor) -> None:
+    def _take(self, number: int, index: int, leaf: Tensor) -> None:
         """Take the gradient of ``leaf``: the sharded parameter itself, or an ordinary tensor that a forward used."""
         gradients = self._gradients[number]
         parameter = gradients.bucket.parameter(index)
-        if not is_parameter:
+        if not isinstance(leaf, ShardedTensor):
             for hook in list(parameter.slot.hooks_before_reduction.values()):  # type: ignore[attr-defined]
                 hook(leaf)
-        gradient = added_gradient(leaf)
-        assert gradient is not None
-        backward = self._begin(leaf)
-        added, self._added = self._added, None
-        if is_parameter and not self._synchronises:
-            gradients.add_local(index, None)
-        elif not is_parameter or added != (number, index):
-            drop_added_gradient(leaf)
-            if not is_parameter and gradient_hooks(parameter):
-                gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
-                gradient = gradient.detach().clone()  # a hook may have kept the tensor, or returned a kept one
-            if self._synchronises:
-                gradients.accumulate(index, gradient)
-            else:
-                gradients.add_local(index, gradient)
+        gradient = take_added_gradient(leaf)
+        backward = self._begin()
+        if not isinstance(leaf, ShardedTensor) and gradient_hooks(parameter):  # autograd has called the parameter's own
+            gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
+            gradient = gradient.detach().clone()  # a hook may have kept the tensor, or returned a kept one
+        if self._synchronises:
+            gradients.accumulate(index, gradient)
+        else:
+            gradients.add_local(index, gradient)
         backward.counts[number][index] += 1
         if backward.counts[number][index] == backward.expectation.counts[number][index]:
             backward.missing[number] -= 1
@@ -229,8 +214,8 @@ class GradientReducer:
             is_due = is_due and (backward.missing[number] == 0 or number in backward.left)
         self._launch_in_order(backward)
 
-    def _begin(self, leaf: Tensor | None = None) -> _Backward:
-        """Return or create the running backward's state. ``leaf``: the tensor whose ``.grad`` was just set, or None."""
+    def _begin(self) -> _Backward:
+        """Return or create the running backward's state."""
         if self._backward is not None and self._end() is None:  # an exception ended that backward; this is another one
             self._drop_failed()
         if self._backward is None:
@@ -248,7 +233,7 @@ class GradientReducer:
             # Without ``synchronise``, stage 1 does not reduce gradients, unless some ``p.grad`` is already sharded by
             # an earlier reduction: a local gradient cannot be added to a sharded one.
             must = self.synchronise or self._reduces_every_backward
-            self._synchronises = must or self._shows_reduced(leaf)
+            self._synchronises = must or self._shows_reduced()
             for gradients in self._gradients:
                 gradients.crosses = self.synchronise
                 gradients.continues = self._continues
@@ -264,9 +249,9 @@ class GradientReducer:
         self._end = weakref.ref(end)
         register(end)
 
-    def _shows_reduced(self, but: Tensor | None) -> bool:
+    def _shows_reduced(self) -> bool:
         parameters = (bucket.parameter(i) for bucket in self._buckets for i in range(len(bucket.views)))
-        return any(p is not but and isinstance(p.grad, WrapperTensor) for p in parameters)
+        return any(isinstance(p.grad, WrapperTensor) for p in parameters)
 
     def _launch_in_order(self, backward: _Backward) -> None:
         for number in backward.expectation.order[backward.position :]:

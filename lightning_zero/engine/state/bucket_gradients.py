@@ -123,20 +123,14 @@ class BucketGradients:
     def has_any(self) -> bool:
         return any(self._filled) or bool(self._unreduced)
 
-    def add_local(self, index: int, gradient: Tensor | None) -> None:
-        """Add a gradient to ``p.grad`` without communication, as DDP does under ``no_sync``. The tensor is used up.
-
-        Args:
-            gradient: None if autograd has added the gradient to ``p.grad`` already.
-        """
+    def add_local(self, index: int, gradient: Tensor) -> None:
+        """Add a gradient to ``p.grad`` without communication, as DDP does under ``no_sync``. The tensor is used up."""
         self._turn_to_current_stream()
         parameter, known = self.bucket.parameter(index), self._unreduced.get(index)
         with torch.no_grad():
             total = self._local_values(index, parameter.grad)
-            if gradient is not None:
-                gradient = self._own_values(index, gradient)
-                total = gradient.to(self._dtype) if total is None else total.add_(gradient)
-            assert total is not None
+            gradient = self._own_values(index, gradient)
+            total = gradient.to(self._dtype) if total is None else total.add_(gradient)
             shown = total.to(self.bucket.dtype)
             parameter.grad = shown
         self._unreduced[index] = total, shown, shown._version
@@ -172,7 +166,7 @@ class BucketGradients:
         for slot in slots_of(self.bucket):
             gradient = slot.parameter.grad
             if gradient is not None and (values := self._local_values(slot.index, gradient)) is not None:
-                # Otherwise, autograd would add a late gradient to ``p.grad``, and these values would be reduced twice.
+                # Otherwise, a reduction of late gradients would take these values again.
                 slot.parameter.grad = None
                 self.accumulate(slot.index, values)
                 taken.append(values)

@@ -52,7 +52,6 @@ class BucketSlot:
         self.is_in_forward = False  # whether the parameter is an ordinary tensor now
         self.has_new_hooks = False  # whether gradient hooks were registered in the running forward
         self.take_gradient: Callable[[Tensor], None] | None = None
-        self.add_gradient: Callable[[Tensor], None] | None = None
         self.read_as_data: list[weakref.ref[Tensor]] | None = None
         self.puts_data_back = False
         self._derived: WeakValueDictionary[tuple[str, int], ShardedTensor] = WeakValueDictionary()
@@ -96,6 +95,7 @@ class BucketSlot:
         self.is_in_forward = True
         if isinstance(stand_in, View):
             stand_in.slot = self
+            vars(stand_in)["kept_gradient"] = vars(parameter).pop("kept_gradient")
             exchange_memory(parameter, stand_in)
         else:
             exchange(parameter, stand_in)
@@ -113,6 +113,7 @@ class BucketSlot:
         if isinstance(parameter, View):
             requires_grad = parameter.requires_grad
             exchange_memory(parameter, stand_in)
+            vars(parameter)["kept_gradient"] = vars(stand_in).pop("kept_gradient")
             del stand_in.slot  # type: ignore[attr-defined]  # it would form a reference cycle
             if parameter.requires_grad is not requires_grad:
                 parameter.requires_grad_(requires_grad)
@@ -264,13 +265,6 @@ class BucketSlot:
         gather = bucket.communicator.broadcast_ranges(flat, self.ranges(), f"the gather of '{self.name}'")
         return lambda: gather.wait().view(self.share.own_shape)
 
-    def accumulate(self, gradient: Tensor) -> bool:
-        """Take over a local gradient that autograd adds to ``.grad``; False if the slot reduces no gradients."""
-        if self.add_gradient is None:
-            return False
-        self.add_gradient(gradient)
-        return True
-
     def ranges(self) -> list[tuple[int, int]]:
         """The range of the flattened share that each rank holds, in the order of ranks."""
         layout, first = self.bucket.layout, self.bucket.layout.segments[self.index].start
@@ -319,6 +313,7 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
         slot.placed = bucket.communicator.tensor.placed(slot.name, parameter)
         cls = ShardedDTensor if is_dtensor(parameter) else ShardedTensor
         set_contents(parameter, nn.Parameter(cls(slot), parameter.requires_grad))
+        parameter.kept_gradient = None  # type: ignore[attr-defined]
         if (hooks := accumulation_hooks(parameter)) is not None:
             slot.hooks_after_reduction = hooks
             # also if it is empty: after the contents were swapped, torch calls no hooks in the old dictionary

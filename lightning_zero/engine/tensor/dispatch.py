@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lightning_zero.engine.comm.process_group import ReduceOp, wait_for
 from lightning_zero.engine.compat import (
-    current_autograd_node,
-    current_graph_task,
     foreach_norm,
     let_foreach_take,
     tree_flatten,
@@ -315,17 +313,6 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     return _norms([tensor], float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))[0]
 
 
-def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``add_``. In backward, autograd calls ``add_`` on ``.grad`` to accumulate a local gradient."""
-    target = args[0]
-    if isinstance(target, ShardedTensor) and current_graph_task() != -1:
-        leaf = getattr(current_autograd_node(), "variable", None)  # ``.grad`` may have another parameter's slot
-        if isinstance(leaf, ShardedTensor) and leaf.slot.is_of(leaf):
-            if leaf.grad is target and leaf.slot.accumulate(args[1]):
-                return target
-    return _act_locally(func, args, kwargs)
-
-
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``copy_``. A parameter copied to itself, as after ``dcp.load``, is updated from its local range."""
     target, source = args[:2]
@@ -395,7 +382,6 @@ _HANDLERS: dict[Any, _Handler] = {
     **dict.fromkeys((aten._conj.default, aten._neg_view.default), _conj),
     aten._has_same_storage_numel.default: _as_if_alone,
     aten._new_zeros_with_same_feature_meta.default: _as_if_alone,
-    aten.add_.Tensor: _accumulate,
     aten.copy_.default: _copy,
     aten._to_copy.default: _cast,
     aten.linalg_vector_norm.default: _vector_norm,

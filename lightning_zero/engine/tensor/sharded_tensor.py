@@ -116,14 +116,11 @@ def check_same_shape(name: str, parameter: Tensor, value: Tensor) -> None:
         )
 
 
-def added_gradient(leaf: Tensor) -> Tensor | None:
-    """The gradient that autograd has added to a leaf, also if this is a view in forward."""
-    gradient: Tensor | None = _grad.__get__(leaf)
-    return gradient
-
-
-def drop_added_gradient(leaf: Tensor) -> None:
+def take_added_gradient(leaf: Tensor) -> Tensor:
+    """Remove and return the gradient that autograd has added to a leaf, also if this is a view in forward."""
+    gradient: Tensor = _grad.__get__(leaf)
     _grad.__set__(leaf, None)
+    return gradient
 
 
 def show(view: Tensor, tensor: Tensor) -> None:
@@ -153,9 +150,13 @@ class ShardedTensor(WrapperTensor):
         keep: any object that must live as long as this tensor; its method ``local`` returns the range if ``local`` is
             None. By default, the tensor is a parameter or a copy, which becomes an ordinary tensor when the engine is
             closed.
+
+    Attributes:
+        kept_gradient: a parameter's ``grad``; other tensors do not have this attribute.
     """
 
     slot: Slot
+    kept_gradient: Tensor | None
     _own_range: Tensor | None = None
     kept_object: Any = None
 
@@ -175,6 +176,22 @@ class ShardedTensor(WrapperTensor):
         if keep is None or self.is_copy:
             slot.remember(self)
         return self
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient; for a module's parameter, ``kept_gradient``, to which autograd cannot add on its own."""
+        return self.kept_gradient if "kept_gradient" in self.__dict__ else _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _grad.__set__(self, value)  # with torch's checks
+        if "kept_gradient" in self.__dict__:
+            _grad.__set__(self, None)
+            self.kept_gradient = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @property
     def local(self) -> Tensor:
