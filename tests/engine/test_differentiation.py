@@ -200,6 +200,30 @@ def test_hooks_on_parameters_fire_until_removed_whenever_they_were_registered(ru
     run_on(2, hooks, stage=stage, when=when)
 
 
+def hooks_registered_in_forward(stage):
+    module, reference, engine, _ = make(stage)
+    seen = {module: [], reference: []}
+    for model in (module, reference):
+
+        def register(layer, _, seen=seen[model]):
+            once.remove()
+            layer.weight.register_hook(lambda gradient: gradient * 2)
+            layer.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm().item()))
+
+        once = model.head.register_forward_pre_hook(register)
+        for _ in range(2):
+            model.zero_grad()
+            model(INPUTS).backward()
+    same_gradients(module, reference)
+    assert len(seen[reference]) == 2 and seen[module] == pytest.approx(seen[reference])
+    engine.close()
+
+
+@STAGES
+def test_hooks_that_a_layer_registers_on_its_parameters_in_forward_are_like_any_others(run_on, stage):
+    run_on(2, hooks_registered_in_forward, stage=stage)
+
+
 def hooks_that_keep_and_remove(stage):
     """A gradient that a hook keeps, or returns, stays as it is; a hook may remove itself before others run."""
     module, reference, engine, _ = make(stage)

@@ -163,11 +163,7 @@ class GradientReducer:
     def _take(self, number: int, index: int, leaf: Tensor) -> None:
         """Take the gradient of ``leaf``: the sharded parameter itself, or an ordinary tensor that a forward used."""
         gradients = self._gradients[number]
-        parameter = gradients.bucket.parameter(index)
-        if not isinstance(leaf, ShardedTensor):
-            for hook in list(parameter.slot.hooks_before_reduction.values()):  # type: ignore[attr-defined]
-                hook(leaf)
-        gradient = take_added_gradient(leaf)
+        parameter, gradient = gradients.bucket.parameter(index), take_added_gradient(leaf)
         backward = self._begin()
         if not isinstance(leaf, ShardedTensor) and gradient_hooks(parameter):  # autograd has called the parameter's own
             gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))

@@ -48,9 +48,7 @@ class BucketSlot:
         self.placed = Placed(self.share)
         self.find_range()
         self.hooks_after_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()
-        self.hooks_before_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()  # registered in forward
         self.is_in_forward = False  # whether the parameter is an ordinary tensor now
-        self.has_new_hooks = False  # whether gradient hooks were registered in the running forward
         self.take_gradient: Callable[[Tensor], None] | None = None
         self.read_as_data: list[weakref.ref[Tensor]] | None = None
         self.puts_data_back = False
@@ -122,8 +120,7 @@ class BucketSlot:
         bucket.parameters[index] = weakref.ref(parameter)
         if bucket.views[index] is parameter:
             bucket.views[index] = stand_in
-        if self.has_new_hooks:
-            self.has_new_hooks = False
+        if gradient_hooks(parameter) is not None:  # they may have been registered in the forward
             for tensor in (parameter, stand_in):  # autograd's hooks were exchanged with the contents
                 set_gradient_hooks(tensor, gradient_hooks(tensor))
 

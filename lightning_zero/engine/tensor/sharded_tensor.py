@@ -41,18 +41,9 @@ class View(nn.Parameter):
 
     slot: Any
 
-    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Register a hook, which stays with the parameter after the forward."""
-        if (slot := self.__dict__.get("slot")) is not None:
-            slot.has_new_hooks = True
-        return super().register_hook(hook)
-
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Register a hook in forward. The hook runs before the reduction, when ``grad`` is local."""
-        hooks = self.slot.hooks_before_reduction
-        handle = RemovableHandle(hooks)
-        hooks[handle.id] = hook
-        return handle
+        """Register a hook in forward, like ``ShardedTensor``'s method."""
+        return self.slot.parameter.register_post_accumulate_grad_hook(hook)
 
     @property
     def grad(self) -> Tensor | None:
