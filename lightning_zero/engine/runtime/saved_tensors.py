@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.jit import ScriptModule
 
 from lightning_zero.engine.compat import (
     FLAT_WEIGHTS,
@@ -100,12 +99,13 @@ class SavedTensors:
             return with_tensors(output, lambda t: t if self._bucket_showing(t) is None else _copied(t))
         return output
 
-    def outlive_attributes(self, attributes: Attributes) -> None:
-        """Apply ``outlive`` to attributes that a forward has set, such as ``self.row = self.weight[0]``."""
-        for holder, name in attributes.that_may_hold_tensors():
-            kept = self.outlive(holder[name])
-            if kept is not holder[name]:
-                holder[name] = kept
+    def outlive_attributes(self, modules: Iterable[weakref.ref[nn.Module]]) -> None:
+        """Apply ``outlive`` to attributes that a forward of modules has set, such as ``self.row = self.weight[0]``."""
+        for module in filter(None, (reference() for reference in modules)):
+            for holder, name in _that_may_hold_tensors(module):
+                kept = self.outlive(holder[name])
+                if kept is not holder[name]:
+                    holder[name] = kept
 
     def _bucket_showing(self, tensor: Tensor) -> Bucket | None:
         if tensor.layout is not torch.strided or isinstance(tensor, WrapperTensor) or not self._bucket_of:
@@ -130,30 +130,15 @@ def _copied(view: Tensor) -> Tensor:
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS}
 
 
-class Attributes:
-    """Attributes of modules that a forward may set to tensors.
-
-    TorchScript modules are left out: their attributes are in C++, and no view reaches their parameters.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._found: list[tuple[weakref.ref[nn.Module], frozenset[str], list[str]]] = [
-            (weakref.ref(module), frozenset(), []) for module in modules if not isinstance(module, ScriptModule)
-        ]
-
-    def that_may_hold_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yield holder and name of each buffer, and of each attribute that is now a tensor, list, tuple or dict."""
-        for position, (reference, known, names) in enumerate(self._found):
-            holder = vars(module) if (module := reference()) is not None else {}
-            if holder.keys() != known:
-                names = [name for name in holder if name not in _OF_EVERY_MODULE]
-                self._found[position] = reference, frozenset(holder), names
-            for name in names:
-                if isinstance(holder.get(name), (Tensor, list, tuple, dict)):
-                    yield holder, name
-            if buffers := holder.get("_buffers"):
-                for name in list(buffers):
-                    yield buffers, name
+def _that_may_hold_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield holder and name of a module's buffers, and of its attributes that are tensors, lists, tuples or dicts."""
+    holder = vars(module)
+    for name in [name for name in holder if name not in _OF_EVERY_MODULE]:
+        if isinstance(holder[name], (Tensor, list, tuple, dict)):
+            yield holder, name
+    if buffers := holder.get("_buffers"):
+        for name in list(buffers):
+            yield buffers, name
 
 
 class Saved(NamedTuple):

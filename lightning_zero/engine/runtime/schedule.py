@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from lightning_zero.engine.comm.counters import label
 from lightning_zero.engine.compat import (
@@ -24,7 +25,7 @@ from lightning_zero.engine.compat import (
     untraced,
 )
 from lightning_zero.engine.plan.units import UnitPlan
-from lightning_zero.engine.runtime.saved_tensors import Attributes, SavedTensors, is_watched_by_others, tensors_in
+from lightning_zero.engine.runtime.saved_tensors import SavedTensors, is_watched_by_others, tensors_in
 from lightning_zero.engine.runtime.scope import Call, Entry, Scope, regions
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slots_of
@@ -191,7 +192,8 @@ class Schedule:
     def _hook(self, unit: Unit, scope: Scope) -> None:
         calls, module = scope.calls, scope.module()
         assert module is not None
-        attributes = Attributes(() if unit.stays else module.modules())
+        # TorchScript modules have their attributes in C++, and no view reaches their parameters
+        modules = [weakref.ref(inner) for inner in module.modules() if not isinstance(inner, ScriptModule)]
 
         def before(from_compiled: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
             if scope.may_take_over and (from_compiled or is_compiled(module)):
@@ -227,7 +229,7 @@ class Schedule:
                 self._saved.unwatch()
             if not self._keeping and not unit.stays:
                 output = self._saved.outlive(output)
-                self._saved.outlive_attributes(attributes)
+                self._saved.outlive_attributes(modules)
             if torch.is_grad_enabled() and not unit.stays and not self._is_held(unit):
                 begin_backward = partial(self.begin_backward, unit)
                 for tensor in _made(output, (args, kwargs)):
