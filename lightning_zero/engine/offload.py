@@ -313,10 +313,18 @@ class Update(NamedTuple):
         return cls(kind, _without_hooks(kind), attributes, options, dtype)
 
     def act(
-        self, values: Sequence[Tensor], gradients: Sequence[Tensor | None], states: Sequence[dict[str, Any]]
+        self,
+        values: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        states: Sequence[dict[str, Any]],
+        leaf: Callable[[Tensor], nn.Parameter],
     ) -> list[dict[str, Any]]:
-        """Update tensors and their states in place, as one ``step`` does; return the states. For any thread."""
-        parameters = [nn.Parameter(each) for each in values]
+        """Update tensors and their states in place, as one ``step`` does; return the states. For any thread.
+
+        Args:
+            leaf: makes the parameter that ``step`` updates from a tensor.
+        """
+        parameters = [leaf(each) for each in values]
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = _on_device_of(gradient, parameter) if gradient is not None else None
         # copies, since the optimizer's own ``step`` also changes these entries, and must do so only once

@@ -26,7 +26,7 @@ from tests.support.models import OddModel, Square, adam
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import Recipe, batch, same_runs, same_values, train_ddp, train_zero
 from tests.support.whole import Layered, Together, matrices, others
-from tests.support.workers import rank
+from tests.support.workers import CaseFailed, rank
 
 
 class SignDescent(Optimizer):
@@ -272,6 +272,69 @@ def test_a_step_may_replace_data_and_gradients(run_on, stage, clears, whole_para
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_of_offloaded_states_may_replace_data(run_on, stage):
     run_on(2, replace_and_clear, stage=stage, clears="", whole_parameters=False, offload="cpu")
+
+
+class Scaled(Optimizer):
+    """Reads attributes that the project has set on its parameters: a scale, and a sum of gradients."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(getattr(p, "total", p.grad), alpha=group["lr"] * getattr(p, "scale", 1.0))
+
+
+def scaled(scales: tuple[float, ...], has_totals: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 32), nn.Tanh(), nn.Linear(32, 1, bias=False))
+    for p, scale in zip(model.parameters(), scales):
+        p.scale = scale
+        if has_totals:
+            p.total = torch.zeros_like(p)
+    return model
+
+
+def read_attributes_in_step(scales: tuple[float, ...], has_totals: bool, **options: Any) -> None:
+    model, reference = (scaled(scales, has_totals) for _ in range(2))
+    optimizers = [Scaled(each.parameters(), 0.1) for each in (model, reference)]
+    engine = Engine(model, optimizers[:1], **options)
+    for turn in range(3):
+        for each, optimizer in zip((model, reference), optimizers):
+            each(torch.full((2, 7), 1.0 + turn)).square().sum().backward()
+            for p in each.parameters():
+                if has_totals:
+                    p.total += p.grad
+            optimizer.step()
+            optimizer.zero_grad()
+    engine.close()
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.behaviour("The numbers", "An optimizer's `step` that reads attributes of parameters, set by user code")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_step_finds_the_attributes_of_whole_parameters(run_on, stage, offload):
+    run_on(
+        2,
+        read_attributes_in_step,
+        scales=(0.1, 0.2, 0.3),
+        has_totals=offload is None,
+        stage=stage,
+        offload=offload,
+        whole_parameters=True,
+    )
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_an_elementwise_step_finds_attributes_that_are_equal_and_is_refused_others(run_on, offload):
+    options = {"stage": 2, "offload": offload, "whole_parameters": False, "has_totals": False}
+    run_on(2, read_attributes_in_step, scales=(0.1,) * 3, **options)
+    with pytest.raises(CaseFailed, match="'scale' of '0.weight' cannot be read in the optimizer's step"):
+        run_on(2, read_attributes_in_step, scales=(0.1, 0.2, 0.3), **options)
 
 
 class Nested(Optimizer):

@@ -6,14 +6,46 @@ parameter has its own master of the same shape, so that any optimizer works.
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.compat import let_foreach_take
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.offload import place_of
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
-from lightning_zero.engine.tensor.sharded_tensor import local_range_of
+from lightning_zero.engine.tensor.identity import attributes_of_users
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
+from lightning_zero.engine.tensor.sharded_tree import walk
+
+
+class MasterTensor(nn.Parameter):
+    """A tensor that an optimizer updates. It has the attributes that user code has set on the master's parameters."""
+
+    master: weakref.ref[Master]
+
+    def __getattr__(self, name: str) -> Any:
+        """Called only for an attribute that ``step`` has not set on this tensor."""
+        slots = self.__dict__["master"]().slots if "master" in self.__dict__ else []
+        values = [attributes_of_users(slot.parameter).get(name, self) for slot in slots]
+        if all(value is self for value in values):
+            raise AttributeError(f"'Parameter' object has no attribute {name!r}", name=name, obj=self)
+        first, shape = values[0], slots[0].shape
+        is_whole = len(slots) == 1 and (self.shape == shape or self.numel() == shape.numel() == 1)
+        if not is_whole and not all(isinstance(value, _COMPARABLE) and value == first for value in values):
+            raise RuntimeError(
+                f"{name!r} of '{slots[0].name}' cannot be read in the optimizer's step, which updates parts of "
+                "parameters, and several as one tensor. Pass ZeroStrategy(whole_parameters=True), or put the value "
+                "into a param group."
+            )
+        return walk(first, lambda t: t.local.view(t.shape) if isinstance(t, ShardedTensor) else t)
+
+
+_COMPARABLE = (bool, int, float, str, type(None))
+let_foreach_take(MasterTensor)
 
 
 class Master:
@@ -35,10 +67,16 @@ class Master:
         # A scalar parameter gets a 1-D master, so that its states differ in shape from step counts.
         shape = run[0].share.own_shape
         has_shape = is_whole(self.bucket) and shape != () and part.numel() == shape.numel()
-        self.tensor = nn.Parameter(part.view(shape) if has_shape else part)
+        self.tensor = self.leaf(part.view(shape) if has_shape else part)
         self._place = place_of(self.tensor)  # not a tensor, which would count as one that user code keeps
         self.device = self.bucket.residency.device
         self.bucket.has_master(self)
+
+    def leaf(self, values: Tensor) -> MasterTensor:
+        """Make a tensor for an optimizer to update, with all values of this master or some of them."""
+        leaf = MasterTensor(values)
+        leaf.master = weakref.ref(self)
+        return leaf
 
     @property
     def slots(self) -> list[BucketSlot]:

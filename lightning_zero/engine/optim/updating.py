@@ -128,7 +128,7 @@ def updated(
     the dtype of the update. Otherwise it is done in chunks if that is faster, with bitwise equal results.
     """
     if gradient is None or not (master.rounds or gains_by_chunks(update.kind, update.group, values)):
-        return update.act([values], [gradient], [state])[0]
+        return update.act([values], [gradient], [state], master.leaf)[0]
     plan, flat, flat_gradient = master.bucket.residency.plan, values.view(-1), gradient.view(-1)
     fields = {key: value.view(-1) for key, value in state.items() if is_by_element(key, value, values.shape)}
     small = {key: value for key, value in state.items() if key not in fields}
@@ -139,7 +139,7 @@ def updated(
         own = [_widened(flat[part], plan.update_dtype) for part in together]
         given = [{key: _widened(value[part], plan.update_dtype) for key, value in fields.items()} for part in together]
         before = [each | {key: copied(value) for key, value in small.items()} for each in given]
-        results = update.act(own, [flat_gradient[part] for part in together], before)
+        results = update.act(own, [flat_gradient[part] for part in together], before, master.leaf)
         for part, chunk, known, result in zip(together, own, given, results):
             if flat.dtype in LOW_PRECISION:
                 _write(update, master, part, chunk, flat, "parameter")
