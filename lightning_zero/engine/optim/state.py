@@ -541,8 +541,9 @@ class StateOfParameter(Mapping[str, Any]):
         present = self._entries.get(key)
         if not isinstance(present, Tensor) or not isinstance(value, Tensor) or value.shape != present.shape:
             raise TypeError(
-                f"{key!r} cannot be set in the optimizer's state of a sharded parameter, since only a tensor can be "
-                "replaced, by one of the same shape: call optimizer.load_state_dict() to change other entries."
+                f"{key!r} cannot be set in the optimizer's state of a sharded parameter: outside of step(), only a "
+                "tensor can be replaced, by one of the same shape. Keep values of your own in a dict by parameter "
+                "(kept[p] = p.detach().clone()), or call load_state_dict() to change other entries."
             )
         with torch.no_grad():
             present.copy_(value)
