@@ -122,6 +122,29 @@ def test_a_subclass_that_inherits_its_step_is_accepted_also_if_it_is_the_first_t
     run_on(2, train_with_an_inherited_step, is_created_before=is_created_before)
 
 
+class Wrapping(Optimizer):
+    """Shows the groups and the state of the optimizer that it wraps, like OrthoGrad of ``pytorch_optimizer``."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.wrapped = SGD(params, lr)
+        self._optimizer_step_pre_hooks: dict[int, Any] = {}
+        self._optimizer_step_post_hooks: dict[int, Any] = {}
+
+    @property
+    def param_groups(self) -> Any:
+        return self.wrapped.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.wrapped.state
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_that_shows_the_state_of_another_is_refused_with_advice(run_on, size):
+    says = "wraps.*Use the wrapped optimizer itself"
+    run_on(size, refuse, stage=2, kind=Wrapping, says=says, whole_parameters=True)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "says"), REFUSED)
 def test_an_optimizer_that_needs_other_parameters_or_is_unknown_is_refused_by_name(run_on, stage, kind, says):

@@ -127,6 +127,12 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, r
         TypeError: if an optimizer needs other parameters to update one, if its class is unknown and
             ``whole_parameters`` is unset, or if its states cannot be sharded, offloaded or rounded.
     """
+    for kind in map(type, optimizers := list(optimizers)):
+        if isinstance(state := getattr(kind, "state", None), property) and state.fset is None:
+            raise TypeError(
+                f"{kind.__name__} shows the state of an optimizer that it wraps, and cannot be used with ZeRO. Use the "
+                "wrapped optimizer itself, and change gradients in on_before_optimizer_step(), or use strategy='ddp'."
+            )
     if ranks > 1 or config.offloads_optimizer or config.rounding_options is not None:
         for optimizer in optimizers:
             _check(optimizer, config, ranks)
