@@ -259,6 +259,7 @@ class BaseStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         self.ranks.begin_run()
+        self._files.has_run_ended = False
         super().setup_environment()
         self._set_world_ranks()
         self._process_group_backend = internals.get_process_group_backend(self)

@@ -23,6 +23,7 @@ class CheckpointFiles:
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self.saver = Saver(strategy.options.async_save)
+        self.has_run_ended = False
 
     def mode(self, *, reads_values: bool) -> SaveMode:
         """Return how a checkpoint is saved; ``reads_values`` if the project's code reads its tensors before that."""
@@ -104,6 +105,8 @@ class CheckpointFiles:
         if mode is SaveMode.GATHERED:
             contents = self.gathered(contents)
         self.saver.save(SaveJob(mode, path, contents, tree, self.written_by), self.ranks())
+        if self.has_run_ended:  # nothing would wait for the save
+            self.finish()
 
     def finish(self) -> None:
         """Wait for background saves. An error is raised on every rank."""
@@ -111,7 +114,7 @@ class CheckpointFiles:
 
     def close(self) -> None:
         """End a run: wait for background saves. After a failure, each rank raises its own error."""
-        ranks = self._strategy.ranks
+        self.has_run_ended, ranks = True, self._strategy.ranks
         if ranks.ended_by is not None:
             self.saver.close()
         elif self._strategy.options.async_save:

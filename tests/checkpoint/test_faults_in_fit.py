@@ -161,6 +161,36 @@ def test_a_failed_background_save_is_reported_at_the_end_of_fit(run_on, tmp_path
     run_on(2, no_room_at_the_end, folder=tmp_path / "c", form=form, failing=failing)
 
 
+class SavesAtTheEnd(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, trainer: Any, *_: Any) -> None:
+        self.save(trainer, self.folder / "hook.ckpt")
+
+    def save(self, trainer: Any, path: Path) -> None:
+        trainer.save_checkpoint(path)
+        assert not trainer.strategy._files.saver._jobs
+        open_checkpoint(path).verify()
+
+
+def saved_after_the_run(folder: Path, form: str) -> None:
+    saves, failure = SavesAtTheEnd(folder), NoRoom(rank(), set())
+    trainer = make_trainer(ZeroStrategy(3, checkpoint=form, async_save=True), callbacks=[saves], max_epochs=1)
+    trainer.fit(Learner(batches=1))
+    saves.save(trainer, folder / "after.ckpt")
+    failure.limit(True)
+    with pytest.raises(CheckpointNotSavedError, match=r"full.ckpt was not saved: .*File too large"):
+        trainer.save_checkpoint(folder / "full.ckpt")
+    failure.teardown()
+
+
+@FORMS
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_after_the_run_does_not_return_before_the_checkpoint_is_written(run_on, tmp_path, form, ranks):
+    run_on(ranks, saved_after_the_run, folder=tmp_path, form=form)
+
+
 def removed_by_the_callback(folder: Path, is_async: bool) -> None:
     rmtree, removed = shutil.rmtree, []
 
