@@ -322,7 +322,7 @@ def put_together(
     for number, (entry, owned) in enumerate(zip(entries, ranges)):
         if ranks.rank:
             if entry.values.numel():
-                process_group.send(entry.values, ranks.group, 0)
+                failures.send(entry.values, ranks.group, 0)
             continue
         flat = whole[number]
         flat[: entry.values.numel()] = entry.values

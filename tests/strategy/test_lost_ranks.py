@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
-from lightning_zero.engine.comm import failures
+from lightning_zero.engine.comm import failures, process_group
 from lightning_zero.engine.comm.cross_memory import exchange
 from lightning_zero.engine.comm.transport import Cast
 from lightning_zero.engine.plan.mesh import ALL
@@ -224,9 +226,13 @@ def while_it_receives(kind):
         if rank() == 0:
             time.sleep(1)  # rank 1 is stopped by then
         if kind == "gather":
-            pending = group.all_gather(flat, bounds, "this gather")
+            wait = group.all_gather(flat, bounds, "this gather").wait
+        elif kind == "reduction":
+            wait = group.reduce_scatter(flat, bounds, Cast(flat.dtype), "this reduction").wait
+        elif rank() == 0:
+            wait = partial(failures.send, flat, None, 1)
         else:
-            pending = group.reduce_scatter(flat, bounds, Cast(flat.dtype), "this reduction")
+            threading.Thread(target=process_group.receive, args=(flat, None, 0), daemon=True).start()
         if rank() == 1:
             time.sleep(0.5)  # its receive has begun
             if (parent := os.getpid()) and os.fork() == 0:
@@ -235,17 +241,17 @@ def while_it_receives(kind):
                 os._exit(0)
             os.kill(parent, signal.SIGSTOP)
         try:
-            pending.wait()
+            wait()
         finally:
             engine.close(communicate=False)
-            del group, pending, engine
+            del group, wait, engine
             gc.collect()
             dist.destroy_process_group()  # waits for the threads of Gloo
 
-    survivors_name(act, 1, what=f"this {kind} did not complete")
+    survivors_name(act, 1, what=f"this {kind} did not complete" if kind != "send" else "")
 
 
-@pytest.mark.parametrize("kind", ["gather", "reduction"])
+@pytest.mark.parametrize("kind", ["gather", "reduction", "send"])
 def test_a_wait_ends_although_a_part_of_a_large_message_was_sent_to_the_killed_rank(run_on, kind):
     run_on(1, while_it_receives, timeout=100, kind=kind)
 

@@ -17,6 +17,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -368,6 +370,23 @@ def _wait_for(work: Any) -> None:
         if failure() is not None:
             raise RuntimeError(failure())
     work.wait()
+
+
+def send(tensor: torch.Tensor, group: process_group.ProcessGroup | None, rank: int) -> None:
+    """Send a contiguous 1-D tensor to a rank of a group, however long that rank takes, unless the run has failed."""
+    work, ended = process_group.send(tensor, group, rank), Future[Any]()
+
+    def wait() -> None:
+        try:
+            ended.set_result(work.wait(process_group.FOREVER))
+        except RuntimeError as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()  # which may never end (see ``is_in_flight``)
+    while not futures.wait([ended], timeout=0.1).done:
+        if failure() is not None:
+            raise RuntimeError(failure())
+    ended.result()
 
 
 def reason_soon() -> str | None:

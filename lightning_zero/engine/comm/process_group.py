@@ -270,9 +270,9 @@ def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[Tensor], message_
             tensor.copy_(value)
 
 
-def send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
-    """Send a contiguous 1-D tensor to a rank of a group, however long that rank takes to receive it."""
-    (group or default_group()).send([tensor.view(torch.uint8)], rank, 0).wait(FOREVER)
+def send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> Any:
+    """Start to send a contiguous 1-D tensor to a rank of a group."""
+    return (group or default_group()).send([tensor.view(torch.uint8)], rank, 0)
 
 
 def receive(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
