@@ -26,7 +26,7 @@ from lightning_zero.checkpoint.folder import read_folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import load_torch
-from lightning_zero.checkpoint.trees import check_structure, identity, items_of
+from lightning_zero.checkpoint.trees import check_structure, identity, values_in
 from lightning_zero.engine import compat
 
 
@@ -55,7 +55,8 @@ class OpenedCheckpoint:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of ``checkpoint`` by dotted name, for example ``optimizer_states.0.state.3.exp_avg``."""
-        return _tensors_in(self.checkpoint)
+        values = values_in(self.checkpoint)
+        return {".".join(map(str, path)): value for path, value in values if isinstance(value, Tensor)}
 
     @property
     def bytes_to_verify(self) -> int:
@@ -223,16 +224,6 @@ def _as_lightnings(tree: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tree.get("model"), dict):  # the key used by FSDP and, by convention, Fabric projects
         return {"state_dict": tree["model"], **{key: value for key, value in tree.items() if key != "model"}}
     return {"state_dict": tree} if any(isinstance(value, Tensor) for value in tree.values()) else tree
-
-
-def _tensors_in(tree: Any, name: str = "") -> dict[str, Tensor]:
-    """Return all tensors in nested dictionaries and lists by dotted name."""
-    if isinstance(tree, Tensor):
-        return {name: tree}
-    found: dict[str, Tensor] = {}
-    for key, item in items_of(tree):
-        found.update(_tensors_in(item, f"{name}.{key}" if name else str(key)))
-    return found
 
 
 # -- a list of the tensors ---------------------------------------------------------------------------------------------

@@ -27,6 +27,18 @@ def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(value) if isinstance(value, (list, tuple)) else ()
 
 
+def values_in(tree: Any, enters: Callable[[Any], bool] = lambda _: True, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the values at all levels of nested dicts and lists, with their paths.
+
+    Args:
+        enters: whether to also yield what a value contains; by default, always.
+    """
+    for key, value in items_of(tree):
+        yield (*path, key), value
+        if enters(value):
+            yield from values_in(value, enters, (*path, key))
+
+
 def split(value: Any, path: Path = ()) -> tuple[Any, list[tuple[Path, Tensor]]]:
     """Return nested dicts and lists with None in place of sharded tensors, and these tensors with their paths."""
     if isinstance(value, WrapperTensor):
@@ -55,19 +67,14 @@ def by_dotted_name(leaves: Iterable[tuple[Path, Any]]) -> tuple[dict[str, Any], 
     return named, paths
 
 
-def leaves_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves_of(tree: Any) -> Iterator[tuple[Path, Any]]:
     """Yield a tree's leaves with their paths, like ``flatten_state_dict`` of DCP.
 
     Containers that DCP could not restore are leaves, which are pickled: empty ones, and dicts with keys that are not
     strings, as in ``get_extra_state`` or optimizers' groups. DCP also flattens other mappings, which would then lose
     their class; OmegaConf's would be resolved.
     """
-    for key, item in items_of(tree):
-        here = (*path, key)
-        if _is_flattened(item):
-            yield from leaves_of(item, here)
-        else:
-            yield here, item
+    return ((path, value) for path, value in values_in(tree, _is_flattened) if not _is_flattened(value))
 
 
 def _is_flattened(value: Any) -> bool:
@@ -76,15 +83,9 @@ def _is_flattened(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, Tensor) or _is_flattened(item) for item in value)
 
 
-def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """Return the dictionary keys in a tree that are not strings, keyed by the path of their value in DCP's metadata."""
-    found: dict[Path, Any] = {}
-    for key, value in items_of(tree):
-        here = (*path, str(key) if isinstance(tree, dict) else key)
-        if isinstance(tree, dict) and not isinstance(key, str):
-            found[here] = key
-        found |= odd_keys(value, here)
-    return found
+def odd_keys(tree: Any) -> dict[Path, Any]:
+    """Return the keys in a tree that are not strings, keyed by the path of their value, written in strings."""
+    return {tuple(map(str, path)): path[-1] for path, _ in values_in(tree) if not isinstance(path[-1], str)}
 
 
 def put(tree: dict[str, Any], path: Path, value: Any, keys: Mapping[Path, Any]) -> None:
@@ -93,7 +94,6 @@ def put(tree: dict[str, Any], path: Path, value: Any, keys: Mapping[Path, Any]) 
     for length, key in enumerate(path, 1):
         key = keys.get(path[:length], key)
         if isinstance(here, list):
-            key = int(key)
             here.extend([None] * (key + 1 - len(here)))
         if length == len(path):
             here[key] = value
@@ -170,15 +170,11 @@ def own_versions(state: Any) -> dict[Path, Any]:
     return {(): getattr(state, _ATTRIBUTE)} if type(state) is OrderedDict and hasattr(state, _ATTRIBUTE) else {}
 
 
-def versions_in(tree: Any, path: Path = ()) -> dict[Path, Any]:
+def versions_in(tree: Any) -> dict[Path, Any]:
     """Return the versions of each state dict within nested dicts and lists, keyed by the state dict's path."""
-    found: dict[Path, Any] = {}
-    if own := own_versions(tree):
-        found[path] = own[()]
-    if not isinstance(tree, tuple):  # in which ``with_versions`` could not put them back
-        for key, value in items_of(tree):
-            found |= versions_in(value, (*path, key))
-    return found
+    # not within tuples, in which ``with_versions`` could not put them back
+    values = [((), tree), *values_in(tree, lambda value: not isinstance(value, tuple))]
+    return {path: own[()] for path, value in values if (own := own_versions(value))}
 
 
 def with_versions(tree: Any, versions: Mapping[Path, Any]) -> Any:

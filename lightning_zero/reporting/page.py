@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment
 
+from lightning_zero.checkpoint.trees import values_in
 from lightning_zero.io.plain import as_markdown, on_one_line
 from lightning_zero.io.text import in_bytes
 from lightning_zero.reporting.records import Curve, Run
@@ -87,13 +88,11 @@ def _tables_of(run: Run) -> Iterator[tuple[str, list[tuple[str, str]]]]:
             yield heading, [(name, _text_of(value, name)) for name, value in _flat(values)]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each entry in nested mappings."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+    for path, value in values_in(values, lambda value: isinstance(value, Mapping)):
+        if not isinstance(value, Mapping) or not value:
+            yield ".".join(path), value
 
 
 def _text_of(value: Any, name: str = "") -> str:

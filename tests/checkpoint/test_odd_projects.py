@@ -157,7 +157,13 @@ class Shadow(Net):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         weight = self.shadow["head.weight"]
         checkpoint["shadow"] = dict(self.shadow)
-        checkpoint["odd"] = {(1, 2): weight, 3: [weight, "x"], None: weight.t(), 2.5: weight, True: {"": weight[0]}}
+        checkpoint["odd"] = {
+            (1, 2): weight,
+            3: [weight, {4: weight}],
+            None: weight.t(),
+            2.5: weight,
+            True: {"": weight[0]},
+        }
         checkpoint["state_dict"]["half"] = weight.half()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
