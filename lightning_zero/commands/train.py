@@ -10,13 +10,11 @@ import textwrap
 import time
 import warnings
 from pathlib import Path
-from typing import Any, ClassVar
 
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -68,27 +66,8 @@ def train(config: DictConfig) -> None:
         results.write_report(Path(config.folder), results.collect(trainer, monitor, metrics, best), sample)
 
 
-class CompareJobs(Callback):
-    """Hydra callback that records the folder of a sweep.
-
-    ``main`` calls ``compare`` when the sweep is over. Hydra would call ``on_multirun_end`` only if no job
-    failed, but the other jobs should be compared after a failure, too.
-    """
-
-    folder: ClassVar[Path | None] = None
-    has_job: ClassVar[bool] = False  # whether a job has started, in a folder of its own
-    report: ClassVar[Path | None] = None  # path of a job's results.json or a sweep's comparison.json
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        CompareJobs.folder = Path(config.hydra.sweep.dir).absolute()
-
-
-def compare(folder: Path) -> Path:
-    """Print the table and write ``comparison.json`` for the jobs in a sweep's ``folder``.
-
-    Returns:
-        The path of ``comparison.json``.
-    """
+def compare(folder: Path) -> None:
+    """Print the table and write ``comparison.json`` for the jobs in a sweep's ``folder``."""
     from lightning_zero.reporting.records import read_runs
     from lightning_zero.reporting.results import DETAILS, figures
 
@@ -109,18 +88,23 @@ def compare(folder: Path) -> Path:
     print_table(rows, right=range(2, len(rows[0])))
     print("comparison", written)
     print("curves lightning-zero report", folder, flush=True)
-    return written
 
 
-def job(config: DictConfig) -> float | None:
+def job(config: DictConfig, reports: list[Path | None]) -> float | None:
     """Run one Hydra job: check the config, then train in this process if it is a rank, otherwise launch ranks.
+
+    Args:
+        reports: receives the path of what ``main`` prints at the end: the sweep's comparison or, once a single job has
+            ended, its results; None until then.
 
     Returns:
         The validation metric named by ``objective``, for a sweeper to minimize; None if there is no such metric.
     """
     from lightning_zero.commands.ranks import launch, ranks_exist
 
-    CompareJobs.has_job = True
+    about = HydraConfig.get()
+    is_of_sweep = about.mode is RunMode.MULTIRUN
+    reports.append(Path(about.runtime.cwd, about.sweep.dir, "comparison.json") if is_of_sweep else None)
     try:
         resolved = check(config)
         if ranks_exist():
@@ -129,12 +113,12 @@ def job(config: DictConfig) -> float | None:
             launch(train, resolved)
     except JobFailed as error:
         complain(str(error))
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
+        if is_of_sweep:
             raise  # Hydra continues with the sweep's other jobs and raises this error at the end
         raise SystemExit(error.exit_code) from None  # for other exceptions Hydra prints two more lines
     results = Path(resolved.folder) / "results.json"
-    if HydraConfig.get().mode is RunMode.RUN:
-        CompareJobs.report = results
+    if not is_of_sweep:
+        reports[0] = results
     if not results.exists():
         return None
     metrics = json.loads(results.read_text())["validation"]
@@ -193,7 +177,7 @@ def main(arguments: list[str]) -> int:
     given = parser().parse_intermixed_args(arguments)  # reports an error in one line; Hydra would print its usage
     options = [argument for argument in arguments if argument not in given.overrides and argument != "--json"]
     arguments = [*options, *given.overrides]  # Hydra accepts no options between overrides
-    CompareJobs.folder, CompareJobs.has_job = None, False
+    reports: list[Path | None] = []  # empty until a job has begun
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing several lines and exiting
     with tempfile.TemporaryDirectory() as nowhere:
@@ -202,7 +186,8 @@ def main(arguments: list[str]) -> int:
             arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
             arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
         sys.argv = ["lightning-zero", *map(quote_stage, arguments)]
-        app = hydra.main(config_path="pkg://lightning_zero.conf", config_name="train", version_base="1.3")(job)
+        at = {"config_path": "pkg://lightning_zero.conf", "config_name": "train", "version_base": "1.3"}
+        app = hydra.main(**at)(lambda config: job(config, reports))
         code = 0
         try:
             if given.help and not (given.config_dir or given.config_path or given.config_name):
@@ -221,15 +206,15 @@ def main(arguments: list[str]) -> int:
             complain(f"a configuration file in {where} is damaged: {' '.join(str(error).split())}")
             code = 2
         except OSError as error:
-            if CompareJobs.has_job or wants_traceback:
+            if reports or wants_traceback:
                 raise
             complain(f"hydra.{'sweep' if given.multirun else 'run'}.dir: the folder cannot be created: {error}")
             code = 2
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
-        if this_rank() == 0:
-            if CompareJobs.folder is not None and CompareJobs.has_job:
-                CompareJobs.report = compare(CompareJobs.folder)
-            if given.json and CompareJobs.report is not None and CompareJobs.report.exists():
-                print_json(json.loads(CompareJobs.report.read_text()))
+        report = reports[0] if reports and this_rank() == 0 else None
+        if report is not None and report.name == "comparison.json":
+            compare(report.parent)
+        if given.json and report is not None and report.exists():
+            print_json(json.loads(report.read_text()))
     return code
