@@ -1,14 +1,10 @@
-"""Read files that others may have prepared: names stay within their folder, and small files take little memory."""
+"""Read files that others may have prepared: names stay within their folder, and only regular files are opened."""
 
 from __future__ import annotations
 
 import os
 import stat
-from typing import IO, Any
-
-import yaml
-
-_YAML_BYTES = 2**16
+from typing import IO
 
 
 def inside(folder: str | os.PathLike[str], name: str) -> str:
@@ -47,20 +43,3 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
         os.close(descriptor)
         raise ValueError(f"{os.fspath(path)} is not a regular file")
     return open(descriptor, "rb")
-
-
-def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Read a small YAML file whose scalars are strings; tags are ignored.
-
-    Raises:
-        yaml.YAMLError: if it is not YAML, or is too large.
-        ValueError, OSError: see ``open_regular``.
-    """
-    with open_regular(path) as file:
-        text = file.read(_YAML_BYTES + 1)
-    try:
-        if len(text) <= _YAML_BYTES:
-            return yaml.load(text, yaml.BaseLoader)  # merges no mappings, which could multiply their entries
-    except RecursionError:
-        pass
-    raise yaml.YAMLError(f"{os.fspath(path)} is too large, or too deeply nested")

@@ -336,7 +336,15 @@ DAMAGED: dict[str, tuple[bytes, ...]] = {
         b"\xff",
         b'step,"' + b"a" * 200_000,
     ),
-    ".hydra/overrides.yaml": (b"a: b", b"[[1], 2]", b"[", b"\xff", b"!!python/object:os.system {}", b"[" * 5_000),
+    ".hydra/overrides.yaml": (
+        b"a: b",
+        b"[[1], 2]",
+        b"[",
+        b"\xff",
+        b"!!python/object:os.system {}",
+        b"[" * 5_000,
+        b"- " + b"a" * 70_000,
+    ),
 }
 
 
