@@ -9,11 +9,13 @@ import os
 import random
 from contextlib import closing
 from pathlib import Path
+from shutil import disk_usage
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_zero.io import swap
-from lightning_zero.io.disk import ALIGNMENT, aligned_memory, free_bytes, huge_memory
+from lightning_zero.io.disk import ALIGNMENT, aligned_memory, huge_memory
 from lightning_zero.io.swap import SwapFile
 from tests.checkpoint import faults
 
@@ -133,12 +135,12 @@ def another_takes_it(folder):
     """Another program takes the space between the check of free space and the reservation."""
 
     def on_the_disk():
-        free = free_bytes(str(folder))
-        swap.free_bytes = lambda _: 2 * free
+        free = disk_usage(folder).free
+        swap.disk_usage = lambda _: SimpleNamespace(free=2 * free)
         with closing(SwapFile(str(folder))) as file:
             with pytest.raises(OSError, match=f"No space left on device: {free + 1} bytes are required") as told:
                 file.reserve(free + 1)
-            assert told.value.errno == errno.ENOSPC and free_bytes(str(folder)) == free
+            assert told.value.errno == errno.ENOSPC and disk_usage(folder).free == free
             file.reserve(free)
 
     assert faults.on_a_small_disk(folder, 2**20, on_the_disk) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import math
 import os
 import re
 import sys
@@ -66,15 +65,8 @@ def stdout_for_json() -> Iterator[None]:
 
 def print_json(document: Any) -> None:
     """Print a document as JSON, with null for NaN and infinities, which JSON cannot represent."""
-    print(json.dumps(_finite(document), indent=1, allow_nan=False), file=_stdout_for_json, flush=True)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(document), parse_constant=lambda _: None)
+    print(json.dumps(finite, indent=1), file=_stdout_for_json, flush=True)
 
 
 class _OptionalFile(io.FileIO):

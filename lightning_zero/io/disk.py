@@ -1,4 +1,4 @@
-"""Memory for direct file I/O, free space, and folders that other users cannot change."""
+"""Memory for direct file I/O, in-memory file systems, and folders that other users cannot change."""
 
 from __future__ import annotations
 
@@ -44,12 +44,6 @@ def huge_memory(nbytes: int) -> memoryview:
 def aligned(number: int) -> int:
     """Round up to a multiple of ``ALIGNMENT``."""
     return -(-number // ALIGNMENT) * ALIGNMENT
-
-
-def free_bytes(place: str | int) -> int:
-    """Return the free bytes that this user may use on the disk of a path or an open file."""
-    status = os.statvfs(place)
-    return status.f_bavail * status.f_frsize
 
 
 def is_in_memory(path: str) -> bool:

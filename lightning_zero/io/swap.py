@@ -21,9 +21,10 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from shutil import disk_usage
 from typing import Any
 
-from lightning_zero.io.disk import free_bytes, huge_memory
+from lightning_zero.io.disk import huge_memory
 
 BUFFERS = 3  # at any time, one is filled, one is changed and one is written
 _DIRECT = getattr(os, "O_DIRECT", 0)  # some operating systems lack direct I/O
@@ -82,7 +83,7 @@ class SwapFile:
         Raises:
             OSError: if the disk lacks space; the file is then as before.
         """
-        more, free = nbytes - self.nbytes, free_bytes(self._file)
+        more, free = nbytes - self.nbytes, disk_usage(self._file).free
         self._bypass_cache(False)  # glibc may have to write to the file through the cache
         try:
             if more > free:  # an attempt would briefly fill the disk for all users

@@ -133,8 +133,8 @@ def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callabl
                 kind = types[each.name] | each.metadata["given"] if "given" in each.metadata else types[each.name]
                 parameters.append(inspect.Parameter(each.name, by, default=each.default, annotation=kind))
         documented = _documented(EngineConfig) | _documented(StrategyOptions) | _documented(strategy_options)
-        described = "".join(documented[parameter.name] for parameter in parameters)
-        cls.__doc__ = _dedented_doc(cls).replace("    {options}\n", described)
+        described = "\n".join(documented[parameter.name] for parameter in parameters)
+        cls.__doc__ = str(inspect.getdoc(cls)).replace("    {options}", described)
         of_base = {name: kind for name, kind in get_type_hints(base.__init__).items() if name != "return"}
         for name, kind in of_base.items():
             by = inspect.Parameter.KEYWORD_ONLY
@@ -149,15 +149,9 @@ def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callabl
 
 def _documented(config: type) -> dict[str, str]:
     """Return the entries under "Arguments:" in a dataclass's docstring, verbatim, by option name."""
-    _, _, arguments = _dedented_doc(config).partition("Arguments:\n")
-    entries = re.finditer(r"^ {4}(\w+):.*\n(?: {8}.*\n)*", arguments, re.MULTILINE)
+    _, _, arguments = str(inspect.getdoc(config)).partition("Arguments:\n")
+    entries = re.finditer(r"^ {4}(\w+):.*(?:\n {8}.*)*", arguments, re.MULTILINE)
     return {entry[1]: entry[0] for entry in entries}
-
-
-def _dedented_doc(cls: type) -> str:
-    """A class's docstring, dedented as Python itself does from 3.13 on."""
-    assert cls.__doc__ is not None
-    return f"{inspect.cleandoc(cls.__doc__)}\n"
 
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ import torch
 
 from lightning_zero import __version__
 from lightning_zero.__main__ import COMMANDS
+from lightning_zero.commands.showing import print_json
 from tests.app.commands import REPOSITORY
 from tests.support.warm import warm_python
 
@@ -199,3 +200,8 @@ def test_a_command_continues_when_its_output_is_no_longer_read(tmp_path: Path) -
         words = ["bash", "-c", script, "bash", *command("checkpoint", "inspect", str(path), *more)]
         done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
         assert done.stdout.splitlines()[-1] == "0 0" and done.stderr == ""
+
+
+def test_json_has_null_for_numbers_that_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": float("nan"), "b": [-float("inf"), 0.1, (float("inf"), 2**70)], 3: {"NaN": "NaN"}})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 0.1, [None, 2**70]], "3": {"NaN": "NaN"}}

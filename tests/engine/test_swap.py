@@ -13,10 +13,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from mmap import PAGESIZE
 from pathlib import Path
+from shutil import disk_usage
 
 import pytest
 
-from lightning_zero.io.disk import ALIGNMENT, free_bytes
+from lightning_zero.io.disk import ALIGNMENT
 from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile, Turn
 from tests.checkpoint import faults
 from tests.examples.running import REPOSITORY
@@ -253,21 +254,21 @@ def reserved_before(folder):
     """A disk of 1 MiB: too small for a file, then large enough for it, and then full."""
 
     def on_the_disk():
-        room = free_bytes(folder)
+        room = disk_usage(folder).free
         assert 2**19 < room <= 2**20
         with pytest.raises(OSError, match=f"{2**20 + 1} bytes are required, {room} are available") as raised:
             SwapFile(str(folder), 2**20 + 1)
         assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(folder)
-        assert os.listdir(folder) == [] and free_bytes(folder) == room
+        assert os.listdir(folder) == [] and disk_usage(folder).free == room
         file = SwapFile(str(folder), 2**19)
         with pytest.raises(OSError) as raised:
             (folder / "of others").write_bytes(bytes(2**20))
-        assert raised.value.errno == errno.ENOSPC and free_bytes(folder) == 0
+        assert raised.value.errno == errno.ENOSPC and disk_usage(folder).free == 0
         for _ in range(2):
             Buffers().change(file, plus_one, Turn())
         assert contents(file) == b"\2" * 2**19
         file.close()
-        assert free_bytes(folder) >= 2**19
+        assert disk_usage(folder).free >= 2**19
 
     assert faults.on_a_small_disk(folder, 2**20, on_the_disk) == 0
 
