@@ -200,6 +200,32 @@ def test_hooks_on_parameters_fire_until_removed_whenever_they_were_registered(ru
     run_on(2, hooks, stage=stage, when=when)
 
 
+def drop_gradients_in_forward(stage):
+    module, reference, engine, _ = make(stage)
+    seen = {module: [], reference: []}
+
+    def drop(head, _):
+        model = module if head is module.head else reference
+        seen[model].append(head.weight.grad is not None and head.weight._grad is not None)
+        del head.weight.grad
+        head.bias._grad = None
+
+    for model in (module, reference):
+        model.head.register_forward_pre_hook(drop)
+        for _ in range(2):
+            model(INPUTS).backward()
+        seen[model].append(model.head.weight._grad is not None)
+        del model.body[0].weight.grad, model.body[0].bias._grad
+    assert seen[module] == seen[reference] == [False, True, True]
+    same_gradients(module, reference)
+    engine.close()
+
+
+@STAGES
+def test_gradients_can_be_deleted_in_forward_and_have_torchs_other_name(run_on, stage):
+    run_on(2, drop_gradients_in_forward, stage=stage)
+
+
 def hooks_registered_in_forward(stage):
     module, reference, engine, _ = make(stage)
     seen = {module: [], reference: []}

@@ -58,6 +58,12 @@ class View(nn.Parameter):
         else:
             slot.parameter.grad = value
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    _grad = grad  # as torch's own ``grad``, also under this name
+
     @property
     def data(self) -> Tensor:
         values: Tensor = _data.__get__(self)
@@ -183,6 +189,8 @@ class ShardedTensor(WrapperTensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    _grad = grad  # as torch's own ``grad``, also under this name
 
     @property
     def local(self) -> Tensor:
