@@ -360,6 +360,40 @@ def test_an_elementwise_step_finds_attributes_that_are_equal_and_is_refused_othe
         run_on(2, read_attributes_in_step, scales=(0.1, 0.2, 0.3), **options)
 
 
+class Counting(Optimizer):
+    """Counts its updates in an attribute of each parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.updates = getattr(p, "updates", 0) + 1
+                p.sub_(p.grad, alpha=group["lr"] / p.updates)
+
+
+def count_in_attributes(**options: Any) -> None:
+    model, reference = (scaled((), has_totals=False) for _ in range(2))
+    optimizers = [Counting(each.parameters(), 0.1) for each in (model, reference)]
+    engine = Engine(model, optimizers[:1], **options)
+    for turn in range(3):
+        for each, optimizer in zip((model, reference), optimizers):
+            each(torch.full((2, 7), 1.0 + turn)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    engine.close()
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("whole_parameters", [True, False])
+@pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
+def test_a_step_finds_the_attributes_that_an_earlier_one_has_set(run_on, offload, whole_parameters):
+    run_on(2, count_in_attributes, stage=2, offload=offload, whole_parameters=whole_parameters)
+
+
 class Nested(Optimizer):
     """Keeps its averages in a dict within the state."""
 
