@@ -169,7 +169,9 @@ def test_writes_to_a_tensor_that_writes_to_its_store_change_the_store():
 def test_access_to_the_memory_of_a_lazy_tensor_is_refused_and_set_replaces_it(make, kind):
     value = torch.arange(12.0).view(3, 4)
     tensor = make(stored(value)[0])
-    for access in (torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage):
+    assert tensor.data_ptr() == tensor.detach().data_ptr() == tensor.data.data_ptr()
+    assert tensor.data_ptr() != copy.deepcopy(tensor).data_ptr(), "projects count distinct parameters by data_ptr()"
+    for access in (torch.Tensor.storage, torch.Tensor.untyped_storage):
         with pytest.raises(RuntimeError, match=r"LazyTensor\('x', shape=\(3, 4\).*no memory of its own: call .*clone"):
             getattr(tensor, access.__name__)()
     alias = tensor.detach()

@@ -110,7 +110,7 @@ class LazyTensor(WrapperTensor):
 
     Operators read the full tensor. Making an alias (``detach()``) reads nothing; nor do dtype conversions and deep
     copies, unless ``write`` is given. Written values go to ``write`` if it is given; otherwise they are held in memory.
-    Methods that need the tensor's memory (``data_ptr()``, ``storage()``) raise an error. A pickle contains the values.
+    Methods that need the tensor's memory (``storage()``) raise an error. A pickle contains the values.
 
     Args:
         read: returns elements ``[start, stop)`` of the flattened tensor, as a 1-D tensor of the given dtype. The result
@@ -252,7 +252,9 @@ class LazyTensor(WrapperTensor):
     def untyped_storage(self) -> Any:
         raise RuntimeError(f"{self!r} has no memory of its own: call tensor.clone() to read its values into memory.")
 
-    data_ptr: Any = untyped_storage
+    def data_ptr(self) -> int:
+        """No address, but a number by which aliases are known, as of a sharded tensor."""
+        return id(self.lazy_values)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"LazyTensor({self.lazy_values.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
