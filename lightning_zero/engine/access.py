@@ -53,7 +53,8 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
     if writeback:
         with torch.no_grad():
             for name, parameter in sharded.items():
-                parameter.copy_(ordinary[name])
+                if ordinary[name] is not None:  # user code may have removed it for a while
+                    parameter.copy_(ordinary[name])
 
 
 def iter_full_parameters(

@@ -198,6 +198,28 @@ def test_layers_of_a_compiled_module_may_be_called_directly(run_on):
     run_on(2, call_past_the_forward)
 
 
+def read_gradients_in_compiled_code():
+    torch.manual_seed(0)
+    module, batch = Net(), torch.randn(4, 8)
+    reference = copy.deepcopy(module)
+    engine = Engine(module, stage=3, units=is_block)
+
+    def squares(parameters):
+        return sum(p.grad.square().sum() for p in parameters)  # of several shapes, each of which is gathered
+
+    compiled = torch.compile(squares, backend="eager")
+    for _ in range(3):
+        for model in (module, reference):
+            model(batch).backward()
+        expected = squares(reference.parameters())
+        torch.testing.assert_close(compiled(list(module.parameters())), expected, rtol=1e-6, atol=0)
+    engine.close()
+
+
+def test_a_compiled_function_reads_gradients_of_several_shapes(run_on):
+    run_on(2, read_gradients_in_compiled_code)
+
+
 def compile_with_inductor():
     torch._inductor.config.compile_threads = 1
     torch.manual_seed(0)

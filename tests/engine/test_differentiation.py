@@ -503,6 +503,7 @@ def inside_full_parameters(stage):
         module.body[0].weight[1] = 3.0
         module(INPUTS)
         module.head.bias = nn.Parameter(torch.zeros_like(module.head.bias))  # a new object is written back, too
+        module.body[0].bias = None  # nothing is written back
     with torch.no_grad():
         reference.body[0].weight[1] = 3.0
         reference.head.bias.zero_()

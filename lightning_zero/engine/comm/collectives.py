@@ -19,7 +19,7 @@ from lightning_zero.engine.comm.backend_transport import BackendTransport, Level
 from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.cross_memory.exchange import connect
-from lightning_zero.engine.comm.failures import Watch, explained
+from lightning_zero.engine.comm.failures import Watch, explained, waits_for
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
@@ -380,13 +380,14 @@ class Communicator:
 
         ``wait()`` returns ``flat``.
         """
-        waits = []
+        works = []
         for source, (start, stop) in enumerate(ranges):
             if stop > start and self.control.watch is not None:
                 part = flat[start:stop]
                 self.counters.add("control", part.numel(), part.nbytes)
                 sent = part.view(torch.uint8)  # backends lack dtypes
-                waits.append(dist.broadcast(sent, self._ranks[source], self.group, async_op=True).wait)
+                works.append(dist.broadcast(sent, self._ranks[source], self.group, async_op=True))
+        waits = waits_for(works, are_of_gloo=flat.device.type == "cpu")
         return Pending(what, Started(waits, [flat], lambda: flat), self.control.watch)
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:

@@ -23,6 +23,7 @@ from lightning_zero.engine.compat import (
     tree_flatten,
     tree_map,
     tree_unflatten,
+    untraced,
 )
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
@@ -433,5 +434,5 @@ def _act(func: Any, args: Any, kwargs: Any) -> Any:
     return _act_on_whole(func, args, kwargs) if out is NotImplemented else out
 
 
-WrapperTensor.act = staticmethod(_act)
+WrapperTensor.act = staticmethod(untraced(_act))  # operators of a graph break run in Python that would be traced
 let_foreach_take(ShardedTensor)
