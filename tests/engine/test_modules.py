@@ -947,6 +947,9 @@ class Constrained(nn.Module):
         self.count += 1
         return x + self.linear(x) + self.codes.sum(0)
 
+    def __len__(self):  # such a module is false
+        return 0
+
 
 def write_in_forward():
     torch.manual_seed(0)

@@ -78,7 +78,7 @@ def test_options_that_only_a_device_allows_do_not_reach_an_update_on_the_cpu(kin
     optimizers[0].param_groups[0]["capturable"] = True
     update = Update.of(optimizers[0], optimizers[0].param_groups[0], torch.device("cuda"), {})
     values = parameters[0].detach().clone()
-    update.act([values], [gradient], [{}])
+    update.act([values], [gradient], [{}], nn.Parameter)
     parameters[1].grad = gradient
     optimizers[1].step()
     torch.testing.assert_close(values, parameters[1].detach(), rtol=1e-6, atol=1e-7)

@@ -101,7 +101,9 @@ class SavedTensors:
 
     def outlive_attributes(self, modules: Iterable[weakref.ref[nn.Module]]) -> None:
         """Apply ``outlive`` to attributes that a forward of modules has set, such as ``self.row = self.weight[0]``."""
-        for module in filter(None, (reference() for reference in modules)):
+        for reference in modules:
+            if (module := reference()) is None:
+                continue
             for holder, name in _that_may_hold_tensors(module):
                 kept = self.outlive(holder[name])
                 if kept is not holder[name]:
