@@ -218,9 +218,11 @@ def is_in_flight(work: Any) -> bool:
     It may be so until the group's timeout: Gloo does not end a send of which the socket had taken only a part when the
     connection closed.
     """
-    with suppress(RuntimeError):
+    try:
         work.wait(timedelta(seconds=0.1))
-    return not work.is_completed()
+        return False
+    except RuntimeError:
+        return not work.is_completed()  # otherwise the collective has failed
 
 
 # -- the store --------------------------------------------------------------------------------------------------------

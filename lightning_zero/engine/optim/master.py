@@ -75,7 +75,9 @@ class Master:
     def leaf(self, values: Tensor) -> MasterTensor:
         """Make a tensor for an optimizer to update, with all values of this master or some of them."""
         leaf = MasterTensor(values)
-        if hasattr(self, "tensor") and leaf.shape == self.tensor.shape:
+        if (
+            hasattr(self, "tensor") and leaf.shape == self.tensor.shape and type(leaf) is MasterTensor
+        ):  # not a FakeTensor
             leaf.__dict__ = self.tensor.__dict__  # attributes that an earlier ``step`` has set
         leaf.master = weakref.ref(self)
         return leaf
