@@ -66,7 +66,7 @@ def stdout_for_json() -> Iterator[None]:
 def print_json(document: Any) -> None:
     """Print a document as JSON, with null for NaN and infinities, which JSON cannot represent."""
     finite = json.loads(json.dumps(document), parse_constant=lambda _: None)
-    print(json.dumps(finite, indent=1), file=_stdout_for_json, flush=True)
+    print(json.dumps(finite, indent=1, allow_nan=False), file=_stdout_for_json, flush=True)
 
 
 class _OptionalFile(io.FileIO):

@@ -27,6 +27,8 @@ from lightning_zero.io.text import print_table
 
 # torch and Lightning are imported within functions: help and --cfg do not need them.
 
+COMPARISON = "comparison.json"
+
 _PATIENCE = 10.0
 """Seconds that ranks other than 0 wait after an error: torchrun ends all ranks, even rank 0, once one has failed."""
 
@@ -66,18 +68,17 @@ def train(config: DictConfig) -> None:
         results.write_report(Path(config.folder), results.collect(trainer, monitor, metrics, best), sample)
 
 
-def compare(folder: Path) -> None:
-    """Print the table and write ``comparison.json`` for the jobs in a sweep's ``folder``."""
+def compare(written: Path) -> None:
+    """Print a table of the jobs in a sweep's folder, and write their results to a JSON file in this folder."""
     from lightning_zero.reporting.records import read_runs
     from lightning_zero.reporting.results import DETAILS, figures
 
-    runs = read_runs(folder)
+    runs = read_runs(written.parent)
     common = set.intersection(*(set(run.overrides) for run in runs)) if runs else set()
     jobs = {
         " ".join([run.name, *(each for each in run.overrides if each not in common)]).replace('"', ""): run.results
         for run in runs
     }
-    written = folder / "comparison.json"
     written.write_text(json.dumps(jobs, indent=1))
     found = {}
     for label, results in jobs.items():
@@ -87,7 +88,7 @@ def compare(folder: Path) -> None:
     rows += [(label, *(values.get(heading, "") for heading in headings)) for label, values in found.items()]
     print_table(rows, right=range(2, len(rows[0])))
     print("comparison", written)
-    print("curves lightning-zero report", folder, flush=True)
+    print("curves lightning-zero report", written.parent, flush=True)
 
 
 def job(config: DictConfig, reports: list[Path | None]) -> float | None:
@@ -104,7 +105,7 @@ def job(config: DictConfig, reports: list[Path | None]) -> float | None:
 
     about = HydraConfig.get()
     is_of_sweep = about.mode is RunMode.MULTIRUN
-    reports.append(Path(about.runtime.cwd, about.sweep.dir, "comparison.json") if is_of_sweep else None)
+    reports.append(Path(about.runtime.cwd, about.sweep.dir, COMPARISON) if is_of_sweep else None)
     try:
         resolved = check(config)
         if ranks_exist():
@@ -186,8 +187,8 @@ def main(arguments: list[str]) -> int:
             arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
             arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
         sys.argv = ["lightning-zero", *map(quote_stage, arguments)]
-        at = {"config_path": "pkg://lightning_zero.conf", "config_name": "train", "version_base": "1.3"}
-        app = hydra.main(**at)(lambda config: job(config, reports))
+        as_app = hydra.main(config_path="pkg://lightning_zero.conf", config_name="train", version_base="1.3")
+        app = as_app(lambda config: job(config, reports))
         code = 0
         try:
             if given.help and not (given.config_dir or given.config_path or given.config_name):
@@ -213,8 +214,8 @@ def main(arguments: list[str]) -> int:
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         report = reports[0] if reports and this_rank() == 0 else None
-        if report is not None and report.name == "comparison.json":
-            compare(report.parent)
+        if report is not None and report.name == COMPARISON:
+            compare(report)
         if given.json and report is not None and report.exists():
             print_json(json.loads(report.read_text()))
     return code

@@ -297,11 +297,8 @@ def test_a_step_of_offloaded_states_may_replace_data(run_on, stage):
     run_on(2, replace_and_clear, stage=stage, clears="", whole_parameters=False, offload="cpu")
 
 
-class Scaled(Optimizer):
+class Scaled(SignDescent):
     """Reads attributes that the project has set on its parameters: a scale, and a sum of gradients."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -320,9 +317,11 @@ def scaled(scales: tuple[float, ...], has_totals: bool) -> nn.Module:
     return model
 
 
-def read_attributes_in_step(scales: tuple[float, ...], has_totals: bool, **options: Any) -> None:
+def use_attributes_in_step(
+    kind: type[SignDescent] = Scaled, scales: tuple[float, ...] = (), has_totals: bool = False, **options: Any
+) -> None:
     model, reference = (scaled(scales, has_totals) for _ in range(2))
-    optimizers = [Scaled(each.parameters(), 0.1) for each in (model, reference)]
+    optimizers = [kind(each.parameters(), 0.1) for each in (model, reference)]
     engine = Engine(model, optimizers[:1], **options)
     for turn in range(3):
         for each, optimizer in zip((model, reference), optimizers):
@@ -343,7 +342,7 @@ def read_attributes_in_step(scales: tuple[float, ...], has_totals: bool, **optio
 def test_a_step_finds_the_attributes_of_whole_parameters(run_on, stage, offload):
     run_on(
         2,
-        read_attributes_in_step,
+        use_attributes_in_step,
         scales=(0.1, 0.2, 0.3),
         has_totals=offload is None,
         stage=stage,
@@ -354,17 +353,14 @@ def test_a_step_finds_the_attributes_of_whole_parameters(run_on, stage, offload)
 
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_an_elementwise_step_finds_attributes_that_are_equal_and_is_refused_others(run_on, offload):
-    options = {"stage": 2, "offload": offload, "whole_parameters": False, "has_totals": False}
-    run_on(2, read_attributes_in_step, scales=(0.1,) * 3, **options)
+    options = {"stage": 2, "offload": offload, "whole_parameters": False}
+    run_on(2, use_attributes_in_step, scales=(0.1,) * 3, **options)
     with pytest.raises(CaseFailed, match="'scale' of '0.weight' cannot be read in the optimizer's step"):
-        run_on(2, read_attributes_in_step, scales=(0.1, 0.2, 0.3), **options)
+        run_on(2, use_attributes_in_step, scales=(0.1, 0.2, 0.3), **options)
 
 
-class Counting(Optimizer):
+class Counting(SignDescent):
     """Counts its updates in an attribute of each parameter."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self) -> None:
@@ -374,24 +370,10 @@ class Counting(Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] / p.updates)
 
 
-def count_in_attributes(**options: Any) -> None:
-    model, reference = (scaled((), has_totals=False) for _ in range(2))
-    optimizers = [Counting(each.parameters(), 0.1) for each in (model, reference)]
-    engine = Engine(model, optimizers[:1], **options)
-    for turn in range(3):
-        for each, optimizer in zip((model, reference), optimizers):
-            each(torch.full((2, 7), 1.0 + turn)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    engine.close()
-    for ours, theirs in zip(model.parameters(), reference.parameters()):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("whole_parameters", [True, False])
 @pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
 def test_a_step_finds_the_attributes_that_an_earlier_one_has_set(run_on, offload, whole_parameters):
-    run_on(2, count_in_attributes, stage=2, offload=offload, whole_parameters=whole_parameters)
+    run_on(2, use_attributes_in_step, kind=Counting, stage=2, offload=offload, whole_parameters=whole_parameters)
 
 
 class Nested(Optimizer):

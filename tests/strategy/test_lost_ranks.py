@@ -165,6 +165,17 @@ def test_a_rank_that_is_killed_while_the_transport_is_set_up_is_named(run_on):
     run_on(1, while_ranks_connect, timeout=60)
 
 
+def stop(seconds, then):
+    """Stop this process until a child, whose id is returned, sends it another signal after some seconds."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(seconds)
+        os.kill(os.getppid(), then)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return child
+
+
 def while_a_rank_is_stopped():
     """Rank 1 is stopped for longer than PATIENCE, while rank 0 waits for it."""
 
@@ -174,13 +185,7 @@ def while_a_rank_is_stopped():
         module = nn.Linear(4, 4)
         engine = Engine(module, stage=3)
         if rank() == 1:
-            child = os.fork()
-            if child == 0:  # lets its parent continue
-                time.sleep(4 * PATIENCE)
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            os.waitpid(child, 0)
+            os.waitpid(stop(4 * PATIENCE, signal.SIGCONT), 0)
         value = float(module.weight.norm())
         engine.close()
         return value
@@ -235,11 +240,7 @@ def while_it_receives(kind):
             threading.Thread(target=process_group.receive, args=(flat, None, 0), daemon=True).start()
         if rank() == 1:
             time.sleep(0.5)  # its receive has begun
-            if (parent := os.getpid()) and os.fork() == 0:
-                time.sleep(2)
-                os.kill(parent, signal.SIGKILL)
-                os._exit(0)
-            os.kill(parent, signal.SIGSTOP)
+            stop(2, signal.SIGKILL)
         try:
             wait()
         finally:

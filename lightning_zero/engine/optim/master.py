@@ -67,20 +67,22 @@ class Master:
         # A scalar parameter gets a 1-D master, so that its states differ in shape from step counts.
         shape = run[0].share.own_shape
         has_shape = is_whole(self.bucket) and shape != () and part.numel() == shape.numel()
-        self.tensor = self.leaf(part.view(shape) if has_shape else part)
+        self.tensor = self._of(part.view(shape) if has_shape else part)
         self._place = place_of(self.tensor)  # not a tensor, which would count as one that user code keeps
         self.device = self.bucket.residency.device
         self.bucket.has_master(self)
 
     def leaf(self, values: Tensor) -> MasterTensor:
         """Make a tensor for an optimizer to update, with all values of this master or some of them."""
-        leaf = MasterTensor(values)
-        if (
-            hasattr(self, "tensor") and leaf.shape == self.tensor.shape and type(leaf) is MasterTensor
-        ):  # not a FakeTensor
+        leaf = self._of(values)
+        if type(leaf) is MasterTensor and leaf.shape == self.tensor.shape:  # neither a FakeTensor nor a chunk
             leaf.__dict__ = self.tensor.__dict__  # attributes that an earlier ``step`` has set
-        leaf.master = weakref.ref(self)
         return leaf
+
+    def _of(self, values: Tensor) -> MasterTensor:
+        tensor = MasterTensor(values)
+        tensor.master = weakref.ref(self)
+        return tensor
 
     @property
     def slots(self) -> list[BucketSlot]:

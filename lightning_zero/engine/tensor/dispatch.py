@@ -434,5 +434,5 @@ def _act(func: Any, args: Any, kwargs: Any) -> Any:
     return _act_on_whole(func, args, kwargs) if out is NotImplemented else out
 
 
-WrapperTensor.act = staticmethod(untraced(_act))  # operators of a graph break run in Python that would be traced
+WrapperTensor.act = staticmethod(untraced(_act))  # where a graph breaks at an operator, it would be traced
 let_foreach_take(ShardedTensor)

@@ -104,5 +104,13 @@ def attributes_of_users(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
 
 
-_OF_WRAPPERS = "slot _own_range kept_object kept_gradient lazy_values _viewed _view_steps"
-_TENSOR_ATTRIBUTES = {PARAMETER_MARK, *_OF_WRAPPERS.split()}
+_TENSOR_ATTRIBUTES = {
+    "slot",
+    "_own_range",
+    "kept_object",
+    "kept_gradient",
+    "lazy_values",
+    "_viewed",
+    "_view_steps",
+    PARAMETER_MARK,
+}

@@ -125,9 +125,8 @@ class WrapperTensor(torch.Tensor):
     map_ = partialmethod(_in_memory, "map_")
     map2_ = partialmethod(_in_memory, "map2_")
 
-    def data_ptr(self) -> int:
-        refused: int = self.untyped_storage().refuse()
-        return refused
+    def data_ptr(self) -> Any:
+        return self.untyped_storage().refuse()
 
     def storage(self) -> Any:  # called by safetensors, and by save_pretrained() of transformers and PEFT
         return self.untyped_storage().refuse()
