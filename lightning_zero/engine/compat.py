@@ -126,6 +126,11 @@ def let_foreach_take(cls: type) -> None:
     _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]
 
 
+def let_optimizers_choose_foreach(cls: type) -> None:
+    """Let optimizers update a tensor class by ``foreach`` or ``fused`` kernels where they would do so by default."""
+    optimizers._foreach_supported_types.append(cls)
+
+
 def ask_before_set_data(check: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     """Call ``check(tensor, value)`` before ``tensor.data = value`` if one of both is a subclass that dispatches.
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.engine import Engine, ShardedTensor, compat
 from lightning_zero.engine.comm import backend_transport, process_group
+from lightning_zero.engine.optim.master import MasterTensor
 from tests.support.warm import warm_python
 
 
@@ -165,6 +166,15 @@ def test_foreach_functions_accept_sharded_tensors():
 
     wrapper = compat.make_wrapper(ShardedTensor, (2,), dtype=torch.float32, device="cpu")
     assert _has_foreach_support([torch.ones(2), wrapper], wrapper.device)
+
+
+def test_optimizers_choose_the_same_kernels_for_masters_as_for_parameters(monkeypatch):
+    from torch.optim import optimizer
+
+    monkeypatch.setattr(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    for tensor in (nn.Parameter(torch.ones(2)), MasterTensor(torch.ones(2))):
+        for fused in (False, True):
+            assert optimizer._default_to_fused_or_foreach([tensor], False, use_fused=fused) == (fused, not fused)
 
 
 def test_a_sparse_tensor_that_is_not_coalesced_has_indices_and_values():
