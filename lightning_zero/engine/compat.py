@@ -128,7 +128,7 @@ def let_foreach_take(cls: type) -> None:
 
 def let_optimizers_choose_foreach(cls: type) -> None:
     """Let optimizers update a tensor class by ``foreach`` or ``fused`` kernels where they would do so by default."""
-    optimizers._foreach_supported_types.append(cls)
+    optimizers._foreach_supported_types.append(cls)  # type: ignore[arg-type]
 
 
 def ask_before_set_data(check: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
