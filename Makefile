@@ -26,7 +26,7 @@ test-all: $(INSTALLED)
 PROGRAMS ?= 3000
 SEED ?= 0
 search: $(INSTALLED)
-	$(RUN) -m pytest tests/search --all -o faulthandler_timeout=0 --programs $(PROGRAMS) --programs-seed $(SEED) $(ARGS)
+	$(RUN) -m pytest tests/search tests/emulated/test_programs.py --all -o faulthandler_timeout=0 --programs $(PROGRAMS) --programs-seed $(SEED) $(ARGS)
 
 # The documentation, into site/: a dead link, anchor or reference is an error. For a live preview: ARGS=serve
 docs: $(INSTALLED)

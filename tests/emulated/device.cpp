@@ -13,13 +13,14 @@
 // 0xFF, a NaN) until the host has synchronised with the copy, or the device copies it on; and pinned memory must not change
 // until a copy from it is known to be done. Memory that is free holds 0xFF.
 //
-// Not emulated: kernels of the device's own (fused optimizers, autocast, graphs), and more than one device. The host's
+// Not emulated: kernels of the device's own (fused optimizers, graphs), and more than one device. The host's
 // threads are one to it: what one has waited for all know. Memory is one thing a block, of which streams that use different
 // parts must wait for each other too. A collective that blocks is on its communicator's stream, as others are.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
@@ -37,6 +38,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdlib>
@@ -693,6 +695,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_", &set_to_nothing);
 }
 
+// Autocast, with torch's lists of operators for CUDA.
+#define LOW_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  AT_FORALL_LOWER_PRECISION_FP(LOW_PRECISION)
+  AT_FORALL_FP32(FP32)
+  AT_FORALL_PROMOTE(WIDEST)
+}
+
 // --------------------------------------------------------------------------------------------------------- collectives
 
 using Handle = c10::intrusive_ptr<c10d::Work>;
@@ -735,6 +748,19 @@ struct Work final : c10d::Work {
   Tensors used, outputs;
   std::mutex once;
   bool has_bytes = false;
+};
+
+// Several transfers as one.
+struct All final : c10d::Work {
+  explicit All(std::vector<Handle> parts) : parts(std::move(parts)) {}
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (auto& part : parts) part->wait(timeout);
+    return true;
+  }
+  bool isCompleted() override {
+    return std::all_of(parts.begin(), parts.end(), [](auto& part) { return part->isCompleted(); });
+  }
+  std::vector<Handle> parts;
 };
 
 struct Communicator final : c10d::Backend {
@@ -796,7 +822,17 @@ struct Communicator final : c10d::Backend {
       host_out.push_back(hosts(tensors));
       all.insert(all.end(), tensors.begin(), tensors.end());
     }
-    return run("all-gather", in, all, [&] { return gloo->allgather(host_out, host_in, options); });
+    return run("all-gather", in, all, [&]() -> Handle {  // a broadcast of each slice, as NCCL's if slices are unequal
+      std::vector<Handle> parts;
+      host_out[0][getRank()].copy_(host_in[0]);
+      for (int source = 0; source < getSize(); ++source) {
+        Tensors slice{host_out[0][source]};
+        c10d::BroadcastOptions from;
+        from.rootRank = source;
+        if (slice[0].numel()) parts.push_back(gloo->broadcast(slice, from));
+      }
+      return c10::make_intrusive<All>(std::move(parts));
+    });
   }
   Handle _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
     auto host_out = on_host(out), host_in = on_host(in).clone();

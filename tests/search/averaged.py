@@ -63,7 +63,7 @@ class Net(Own):
                 block.b.weight = self.blocks[0].b.weight
 
     def forward(self, x: Tensor, uses: tuple[str, ...], scaled: bool, checkpointed: bool) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_mixed):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.is_mixed):
             return self.total(x, uses, scaled, checkpointed)
 
     def total(self, x: Tensor, uses: tuple[str, ...], scaled: bool, checkpointed: bool) -> Tensor:

@@ -239,7 +239,7 @@ class Execution:
     # -- comparing --------------------------------------------------------------------------------------------------
 
     def _same(self, value: Tensor, expected: Tensor, what: str) -> None:
-        value, expected = value.detach().double(), expected.detach().double()
+        value, expected = value.detach().cpu().double(), expected.detach().cpu().double()
         check(value.shape == expected.shape, f"{what} has shape {value.shape}, not {expected.shape}")
         bound = BOUND
         if self.setup.precision != "fp64":

@@ -30,12 +30,22 @@ RUNNERS = {"engine": execute, "Trainer": execute_in_trainer, "Fabric": execute_i
 @pytest.mark.parametrize("where", SHARES)
 @pytest.mark.timeout(0)  # --programs determines how long it takes; each program has its own timeout
 def test_random_programs_give_averaged_gradients(run_on, where, request):
-    ranks, run = int(where[-1]), RUNNERS[where.split()[0]]
-    of_all = request.config.getoption("--programs") or (300 if request.config.getoption("--all") else 60)
+    search(run_on, RUNNERS[where.split()[0]], int(where[-1]), SHARES[where], request.config)
 
-    @seed(request.config.getoption("--programs-seed"))
+
+def search(
+    run_on: Callable[..., list[str | None]],
+    run: Callable[[Program], str | None],
+    ranks: int,
+    share: float,
+    config: pytest.Config,
+) -> None:
+    """Run a share of all random programs."""
+    of_all = config.getoption("--programs") or (300 if config.getoption("--all") else 60)
+
+    @seed(config.getoption("--programs-seed"))
     @settings(
-        max_examples=round(of_all * SHARES[where]),
+        max_examples=round(of_all * share),
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
