@@ -204,7 +204,7 @@ def _check_packages(config: DictConfig) -> None:
 
 
 def _check_made(config: DictConfig) -> None:
-    """Check that all objects can be created, and our own data read; the model is created on the meta device."""
+    """Check that the folder and all objects can be created, and our own data read; the model is on the meta device."""
     import torch
 
     from lightning_zero.planning.fake_run import quiet
@@ -222,7 +222,8 @@ def _check_made(config: DictConfig) -> None:
         return [instantiate(callback) for callback in callbacks.values()]
 
     parameter = torch.nn.Parameter(torch.empty(1, device="cpu"))
-    makers: dict[str, Callable[[DictConfig], Any]] = {
+    makers: dict[str, Callable[[Any], Any]] = {
+        "folder": lambda folder: os.makedirs(folder, exist_ok=True),
         "data": make_data,
         "model": make_model,
         "optimizer": lambda optimizer: instantiate(optimizer)([{"params": [parameter], "use_muon": False}]),

@@ -50,6 +50,7 @@ WRONG = [
     ("resume=/proc", "resume=/proc: /proc is not a checkpoint: a sharded checkpoint contains .metadata, but this"),
     ("resume=/proc/version", "resume=/proc/version: /proc/version (0 bytes) is not a checkpoint: it is neither a "),
     ("hydra.run.dir=/proc/new", "hydra.run.dir: the folder cannot be created: [Errno 2] No such file or directory: "),
+    ("folder=/proc/new", "folder: [Errno 2] No such file or directory: '/proc/new'"),
     ("hydra.run.dir=/proc/version", "hydra.run.dir: the folder cannot be created: [Errno 17] File exists: "),
     ("-m hydra.sweep.dir=/proc/new", "hydra.sweep.dir: the folder cannot be created: [Errno 2] No such file or dir"),
     ("seed=0 --json model.width=-4", "model.width=-4 must be an integer of at least 1."),
