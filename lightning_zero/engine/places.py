@@ -32,8 +32,8 @@ def place_of(tensor: ShardedTensor) -> Place | None:
         return engine, "parameter", slot.name
     if isinstance(tensor.kept_object, ShownGradient):
         return engine, "gradient", slot.name
-    key = next((key for key, each in slot.derived.items() if each is tensor), None)
-    return None if key is None else (engine, "derived", slot.name, key, slot.remembered)
+    name = next((name for name, each in slot.derived.items() if each is tensor), None)
+    return None if name is None else (engine, "derived", *name)
 
 
 def place_of_states(states: MasterStates) -> Place | None:
@@ -64,9 +64,9 @@ def collected(tensor: ShardedTensor) -> Tensor:
     return tensor.slot.collect(tensor.local.to(tensor.dtype))
 
 
-def _of_slot(slot: BucketSlot, kind: str, key: Any = None, remembered: int | None = None) -> Tensor | None:
+def _of_slot(slot: BucketSlot, kind: str, *of_derived: Any) -> Tensor | None:
     if kind == "parameter":
         return slot.parameter
     if kind == "gradient":
         return slot.parameter.grad
-    return slot.derived.get(key) if slot.remembered == remembered else None
+    return slot.derived.get((slot.name, *of_derived))

@@ -15,7 +15,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import explained
 from lightning_zero.engine.comm.process_group import all_gather_objects, world_size
 from lightning_zero.engine.state.bucket import Bucket, BucketState
-from lightning_zero.engine.state.slot import BucketSlot, make_ordinary, slot_of, slots_of
+from lightning_zero.engine.state.slot import make_ordinary, slot_of, slots_of
 from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
@@ -29,14 +29,15 @@ def restore_parameters(
         alone: whether to work without other ranks; parameters that this rank does not hold in full then stay sharded.
     """
     with torch.no_grad(), nullcontext() if alone else communicator.rendezvous.met("the module's parameters"):
-        derived = _derived(buckets, communicator, not alone)
-        parameters = {slot: slot.parameter for slot in derived}
-        values = {
-            id(tensor): slot.collect(tensor.local).to(device, tensor.dtype, copy=True)
-            for slot, tensors in derived.items()
-            for tensor in tensors
-            if not tensor.is_parameter
-        }
+        slots = [slot for bucket in buckets if bucket.parameters for slot in slots_of(bucket)]
+        aliases = [(slot.parameter, t) for slot in slots for t in slot.derived.values() if t.is_parameter]
+        copies = {name: t for slot in slots for name, t in slot.derived.items() if not t.is_parameter}
+        # only those that are alive on all ranks can be gathered
+        on_all = set() if alone else set.intersection(*communicator.everyone.gather_objects(set(copies)))
+        whole = [
+            (tensor, tensor.slot.collect(tensor.local).to(device, tensor.dtype, copy=True))
+            for tensor in map(copies.__getitem__, sorted(on_all))
+        ]
         for bucket in buckets:
             if not bucket.parameters:
                 continue  # restored by an earlier call that failed later
@@ -48,38 +49,11 @@ def restore_parameters(
                 if bucket.state is BucketState.STALE:  # the values as the failed update has left them
                     bucket.state = BucketState.GATHERED
             make_ordinary(bucket, device)
-        for slot, tensors in derived.items():
-            if isinstance(parameters[slot], ShardedTensor):
-                continue
-            for tensor in tensors:
-                value = values.get(id(tensor), parameters[slot].detach())
-                set_contents(tensor, like(tensor, value))
-
-
-def _derived(
-    buckets: Sequence[Bucket], communicator: Communicator, communicate: bool
-) -> dict[BucketSlot, list[ShardedTensor]]:
-    """Tensors that user code derived from parameters: all aliases, and other tensors if they are alive on all ranks.
-
-    Ranks match tensors by their order of creation. If ranks have derived different numbers of tensors from a parameter,
-    only its aliases are returned.
-    """
-    derived = {slot: slot.derived for bucket in buckets if bucket.parameters for slot in slots_of(bucket)}
-    kept = {
-        slot.name: (slot.remembered, {key for key, tensor in tensors.items() if not tensor.is_parameter})
-        for slot, tensors in derived.items()
-        if slot.remembered
-    }
-    everywhere = communicator.everyone.gather_objects(kept) if communicate else [{}]
-
-    def is_everywhere(slot: BucketSlot, key: tuple[str, int]) -> bool:
-        found = [names.get(slot.name, (0, set())) for names in everywhere]
-        return all(made == slot.remembered and key in keys for made, keys in found)
-
-    return {
-        slot: [t for key, t in sorted(tensors.items()) if t.is_parameter or is_everywhere(slot, key)]
-        for slot, tensors in derived.items()
-    }
+        for tensor, value in whole:
+            set_contents(tensor, like(tensor, value))
+        for parameter, alias in aliases:
+            if not isinstance(parameter, ShardedTensor):
+                set_contents(alias, like(alias, parameter.detach()))
 
 
 def consolidate(module: nn.Module) -> None:

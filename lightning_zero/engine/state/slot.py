@@ -26,6 +26,10 @@ from lightning_zero.engine.tensor.sharded_tensor import (
     show,
 )
 
+Derived = tuple[str, int, str, int, str]
+"""The name of a tensor derived from a parameter: the parameter's name, the number of its copies so far, "alias" or
+"copy", the tensor's number among these, and its dtype."""
+
 
 class BucketSlot:
     """A parameter's range of a bucket, to which the parameter, its gradient and copies of them refer.
@@ -148,31 +152,30 @@ class BucketSlot:
 
     def remember(self, tensor: ShardedTensor) -> None:
         """Register a tensor derived from the parameter, which becomes an ordinary tensor when the engine is closed."""
-        kind = "alias" if tensor.is_parameter else str(tensor.dtype)
+        kind = "alias" if tensor.is_parameter else "copy"
         self._derived[kind, self._remembered[kind]] = tensor
         self._remembered[kind] += 1
 
     @property
-    def remembered(self) -> int:
-        """How many tensors, not counting aliases, have been derived from the parameter so far."""
-        return sum(count for kind, count in self._remembered.items() if kind != "alias")
+    def derived(self) -> dict[Derived, ShardedTensor]:
+        """Live tensors that user code derived from the parameter (aliases, copies, averages), by name.
 
-    @property
-    def derived(self) -> dict[tuple[str, int], ShardedTensor]:
-        """Live tensors that user code derived from the parameter (aliases, copies, averages), by kind and number."""
+        Ranks match copies by the order in which they are made. Once ranks have made different numbers of copies, none
+        of their names are equal.
+        """
+        copies = self._remembered["copy"]
         return {
-            key: tensor
+            (self.name, copies, *key, str(tensor.dtype)): tensor
             for key, tensor in list(self._derived.items())
-            # a tensor may since have received other contents (see ``set_contents``)
-            if isinstance(tensor, ShardedTensor) and tensor.slot is self
+            # a tensor may since have received other contents (see ``set_contents``); an alias may be a copy now
+            if isinstance(tensor, ShardedTensor) and tensor.slot is self and tensor.is_parameter is (key[0] == "alias")
         }
 
     def detach_aliases(self) -> None:
         """Make aliases (``p.data``, ``p.detach()``) copies of the present values, before other values replace these."""
-        if aliases := {key: t for key, t in self.derived.items() if t.is_parameter and not self.is_of(t)}:
+        if aliases := [t for t in self.derived.values() if t.is_parameter and not self.is_of(t)]:
             values, copy = self.local_parameter().clone(), Copy()
-            for key, alias in aliases.items():
-                del self._derived[key]
+            for alias in aliases:
                 alias.show(values, copy)
                 self.remember(alias)
 
