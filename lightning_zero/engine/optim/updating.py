@@ -61,26 +61,26 @@ def random_bits(
         key: (seed, number of updates).
         what: the name of what is rounded, such as an optimizer state.
     """
-    pieces, position = [torch.empty(0, dtype=torch.int32, device=device)], 0
-    for numel, index, first in layout.own_spans:
-        start, stop = max(position, part.start), min(position + numel, part.stop)
+    bits = torch.zeros(part.stop - part.start, dtype=torch.int32, device=device)  # those of gaps do not matter
+    begin = layout.own_range[0] + part.start
+    for index, segment in enumerate(layout.segments):
+        start, stop = layout.owned_range(index, layout.rank)
+        start, stop = max(start, begin), min(stop, begin + len(bits))
         if start < stop:
-            segment = layout.segments[index or 0]  # in a gap, bits do not matter
             share = segment.share.index if segment.share.is_divided else None  # shares have different elements
             text = repr((*key, segment.name, share, what))
-            pieces.append(_hashed(text, first + start - position, stop - start, device))
-        position += numel
-    return pieces[-1] if len(pieces) <= 2 else torch.cat(pieces)
+            _hash(text, start - segment.start, bits[start - begin : stop - begin])
+    return bits
 
 
-def _hashed(key: str, first: int, numel: int, device: torch.device | str) -> Tensor:
+def _hash(key: str, first: int, x: Tensor) -> None:
     """Hash the numbers from ``first`` on by the rounds of "triple32" (C. Wellons), with a key at two places.
 
     With one multiplication fewer, bits of elements at a distance of 64 would depend on each other.
     """
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     before, within = (int.from_bytes(half, "little", signed=True) for half in (digest[:4], digest[4:]))
-    x = torch.arange(numel, dtype=torch.int32, device=device)
+    torch.arange(len(x), out=x)
     x += (first + before + 2**31) % 2**32 - 2**31  # as int32, which wraps around
     x ^= (x >> 17).bitwise_and_(2**15 - 1)  # shifted without the sign
     x *= 0xED5AD4BB - 2**32
@@ -89,7 +89,7 @@ def _hashed(key: str, first: int, numel: int, device: torch.device | str) -> Ten
     x *= 0xAC4C1B51 - 2**32
     x ^= (x >> 15).bitwise_and_(2**17 - 1)
     x *= 0x31848BAB
-    return x.bitwise_right_shift_(16).bitwise_and_(2**16 - 1)
+    x.bitwise_right_shift_(16).bitwise_and_(2**16 - 1)
 
 
 def round_stochastically(values: Tensor, target: Tensor, bits: Tensor) -> None:

@@ -131,9 +131,6 @@ def placements_of(stage: int | str, *, shards_within: bool = False) -> Placement
 # full strides, each element is computed as in the full parameter.
 ALIGNMENT = 32
 
-Spans = list[tuple[int, int | None, int]]
-"""Parts of a range, in order: (number of elements, segment index or None for a gap, start in the segment or gap)."""
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -295,18 +292,6 @@ class BucketLayout:
         segment = self.segments[index]
         start = min(max(segment.start, low), segment.stop)
         return start, max(start, min(segment.stop, high))
-
-    @cached_property
-    def own_spans(self) -> Spans:
-        """The spans of this rank's shard."""
-        spans: Spans = []
-        position, (low, high) = 0, self.own_range
-        for number, size in enumerate(self.sizes()):
-            start, stop = max(position, low), min(position + size, high)
-            if start < stop:
-                spans.append((stop - start, None if number % 2 else number // 2, start - position))
-            position += size
-        return spans
 
     def sizes(self) -> list[int]:
         """The number of elements of each segment and of the gap after it, alternating, for the entire bucket."""
