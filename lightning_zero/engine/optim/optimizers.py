@@ -238,11 +238,12 @@ class Optimizers:
 
     @property
     def has_failed_update(self) -> bool:
-        return any(bucket.update is not None and bucket.update.has_failed for bucket in self.buckets)
+        updates = [bucket.update for bucket in self.buckets if bucket.update is not None]
+        return any(update.done() and update.exception() is not None for update in updates)
 
     def finish_updates(self) -> None:
         """Wait for background work. After a failed update, raise its error at every call."""
         self.background.synchronize()
         for bucket in self.buckets:
             if bucket.update is not None:
-                bucket.update.work.result()
+                bucket.update.result()

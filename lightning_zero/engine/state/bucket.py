@@ -27,7 +27,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,18 +58,6 @@ class BucketState(Enum):
     GATHERING = "the masters' values, which are still arriving"
     GATHERED = "the masters' values"
     STALE = "values from before the last update; the next wait gathers"
-
-
-@dataclass
-class BackgroundUpdate:
-    """A background update of the master weights, until a gather of its result begins."""
-
-    work: Future[None]
-    was_kept: bool  # user code had a tensor over ``full`` when the update began
-
-    @property
-    def has_failed(self) -> bool:
-        return self.work.done() and self.work.exception() is not None
 
 
 class SharedByBuckets(NamedTuple):
@@ -129,8 +117,8 @@ class Bucket:
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if plan.is_offloaded else None
-        self.update: BackgroundUpdate | None = None
-        self.awaits_refresh = False
+        self.update: Future[None] | None = None
+        self.awaits_refresh = self._is_kept = False  # ``_is_kept``: whether user code has a tensor over ``full``
         self.is_replicated, self._is_left = plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self.extensions = extensions
@@ -214,12 +202,6 @@ class Bucket:
         """The view of ``full`` with a parameter's values, in the parameter's shape."""
         return self._buffer.segments[index]
 
-    @property
-    def _is_kept(self) -> bool:
-        """Whether user code has a tensor over ``full``."""
-        plan = self.residency.plan
-        return self._buffer.is_kept(len(self.views) + (Medium.BUFFER in (plan.masters, plan.copy)))
-
     def has_master(self, master: Any) -> None:
         """Register a master weight tensor, by weak reference, if it is a view of ``full``."""
         if self.is_in_buffer:
@@ -242,7 +224,7 @@ class Bucket:
         if self.part is not None:
             return
         if self.state in (BucketState.SHARDED, BucketState.STALE):
-            self.residency.fetch(self.update.work if self.update is not None else None)
+            self.residency.fetch(self.update)
 
     def gather(self, *, refresh: bool = False) -> None:
         """Start to fill ``full``; call ``wait`` before reading it. No effect if a gather has begun, unless ``refresh``.
@@ -259,7 +241,7 @@ class Bucket:
         self._finish_gather()
         if self.update is not None:
             with self.phases("wait for update", self.unit_name):
-                self.update.work.result()
+                self.update.result()
         # The version is kept: views that autograd has saved are valid again once the storage holds the same values.
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
@@ -275,7 +257,7 @@ class Bucket:
         """The values that a gather starts from, after the last update; None if they are already in ``full``."""
         if self.part is None:
             if self.update is not None:
-                self.update.work.result()
+                self.update.result()
             return self.residency.own_values()
         if self.update is not None:  # an update of a step that has since failed
             self._refresh_part(self.part)
@@ -382,6 +364,8 @@ class Bucket:
     def before_update(self) -> None:
         """Prepare for a change of the master weights: finish gathers and copies that read them."""
         self.wait()
+        plan = self.residency.plan  # asked now, since an update's thread may have tensors over ``full``
+        self._is_kept = self._buffer.is_kept(len(self.views) + (Medium.BUFFER in (plan.masters, plan.copy)))
         self.copy_writes_to_masters()
         self.residency.forget_fetched()
         if self.extensions:
@@ -401,9 +385,8 @@ class Bucket:
         ``update`` receives the copy of the master weights to which it also writes its results, or None; then the fields
         of states that are on a disk (see ``Updates.submit``).
         """
-        was_kept = self._is_kept  # before the update's thread has tensors over ``full``
         act = on_own_stream(self.full.device, partial(update, self.residency.copy))
-        self.update = BackgroundUpdate(self.background.submit(act, self.states), was_kept)
+        self.update = self.background.submit(act, self.states)
 
     def refresh(self) -> None:
         """After a change of the master weights, gather ``full`` again if it is filled.
@@ -415,20 +398,18 @@ class Bucket:
             self._refresh_part(self.part)
         if not self.is_ready:
             return
-        update = self.update
-        is_kept = update.was_kept if update is not None else self._is_kept
-        if not self.layout.is_sharded and update is not None and not is_kept:
+        if not self.layout.is_sharded and self.update is not None and not self._is_kept:
             self.state = BucketState.STALE
             return
         self.gather(refresh=True)
-        if is_kept:
+        if self._is_kept:
             self.wait()
 
     def _refresh_part(self, part: NodePart) -> None:
         """Start to fetch the values that other machines have updated."""
         if self.update is not None:
             with self.phases("wait for update", self.unit_name):
-                self.update.work.result()
+                self.update.result()
             self.update = None
         with torch.no_grad(), self.phases("gather", self.unit_name):
             part.refresh(self.residency.own_values())
