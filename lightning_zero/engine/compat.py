@@ -437,6 +437,11 @@ def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
     return Patch(torch.autograd.graph, "disable_saved_tensors_hooks", make)
 
 
+def flattening_of_weights(make: Callable[[Any], Any]) -> Patch:
+    """Patch ``flatten_parameters`` of ``nn.LSTM`` and similar modules, which many projects call in forward."""
+    return Patch(torch.nn.RNNBase, "flatten_parameters", make)
+
+
 # -- hooks that ``torch.compile`` does not trace -----------------------------------------------------------------------
 
 

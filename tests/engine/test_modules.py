@@ -517,6 +517,53 @@ def test_gradients_of_two_forward_passes_and_two_backward_passes_add_up(run_on):
     run_on(2, compare_two_backwards)
 
 
+def flatten_as_on_a_gpu(module):
+    """What cuDNN's flattening does to weights, which it moves into one block of memory."""
+    with torch.no_grad():
+        weights = list(module.parameters())
+        flat = torch.cat([weight.detach().flatten() for weight in weights])
+        for weight, part in zip(weights, flat.split([weight.numel() for weight in weights])):
+            weight.set_(part.view(weight.shape))
+
+
+class Flattened(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.out = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.recurrent.flatten_parameters()
+        return self.out(self.recurrent(x)[0])
+
+
+def flatten_weights_in_forward(stage):
+    def losses(shards):
+        torch.manual_seed(0)
+        module = nn.Sequential(Flattened(), Flattened())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+        engine = Engine(module, [optimizer], stage=stage, units=[Flattened]) if shards else None
+        found = []
+        for _ in range(3):
+            loss = module(torch.ones(2, 3, WIDTH)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        if engine is not None:
+            engine.close()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.RNNBase, "flatten_parameters", flatten_as_on_a_gpu)
+        assert losses(shards=True) == losses(shards=False)
+        assert nn.RNNBase.flatten_parameters is flatten_as_on_a_gpu
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_that_a_forward_flattens_for_cudnn_are_still_updated(run_on, stage):
+    run_on(2, flatten_weights_in_forward, stage=stage)
+
+
 def accumulate_sparse_gradients(stage):
     torch.manual_seed(0)
     module = Sparse()

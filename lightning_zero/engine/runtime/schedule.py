@@ -26,7 +26,7 @@ from lightning_zero.engine.compat import (
 )
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.runtime.saved_tensors import SavedTensors, is_watched_by_others, tensors_in
-from lightning_zero.engine.runtime.scope import Call, Entry, Scope, regions
+from lightning_zero.engine.runtime.scope import WEIGHTS_IN_PLACE, Call, Entry, Scope, regions
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slots_of
 
@@ -150,6 +150,7 @@ class Schedule:
 
     def install(self, root: nn.Module, plans: list[UnitPlan]) -> None:
         """Register hooks on the modules. The hooks keep the units alive; the schedule keeps no module alive."""
+        WEIGHTS_IN_PLACE.hold(self)
         for plan, unit in zip(plans, self.units):
             block_of = {id(inner): block for block in plan.blocks for inner in block.modules()}
             slots = {slot.name: slot for bucket in unit.buckets for slot in slots_of(bucket)}

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_zero.engine.compat import forward_hooks, is_compiled
-from lightning_zero.engine.state.slot import BucketSlot
+from lightning_zero.engine.compat import FLAT_WEIGHTS, flattening_of_weights, forward_hooks, is_compiled, untraced
+from lightning_zero.engine.state.slot import BucketSlot, slot_of
 
 
 class Call(Enum):
@@ -136,3 +136,18 @@ def regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
     for module in dict.fromkeys([root, *root.children(), *filter(is_compiled, root.modules())]):
         if any(id(inner) in owners for inner in module.modules() if inner is not module):
             yield module
+
+
+def _flatten_unless_sharded(flatten: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """On a GPU, ``flatten`` replaces the memory of weights by a copy, which no update would reach."""
+
+    def flatten_parameters(module: nn.Module) -> None:
+        if all(slot_of(weight) is None for weight in getattr(module, FLAT_WEIGHTS)):
+            flatten(module)
+
+    run: Callable[[nn.Module], None] = untraced(flatten_parameters)
+    return run
+
+
+WEIGHTS_IN_PLACE = flattening_of_weights(_flatten_unless_sharded)
+"""While held, recurrent modules keep sharded parameters where they are."""
