@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_zero
 from lightning_zero.engine import Engine, ShardedTensor
@@ -1283,6 +1284,36 @@ def extremes_and_norms_of_odd_values():
 
 def test_nan_and_infinity_are_seen_in_any_ranks_shard_and_norms_stay_in_range(run_on):
     run_on(2, extremes_and_norms_of_odd_values)
+
+
+class Filled(TorchDispatchMode):
+    """Counts tensors that are filled with a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, ShardedTensor) for kind in types):
+            return NotImplemented  # so that the operators on local ranges are counted
+        self.number += "full" in str(func) or "zeros" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def clip_many_parameters(stage):
+    module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    engine = Engine(module, [], stage=stage)
+    module(torch.ones(2, 8)).sum().backward()
+    assert sum(parameter.grad.local.numel() == 0 for parameter in module.parameters()) >= 19
+    with Filled() as filled:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    assert filled.number <= 3  # the norms of absent ranges, and of other ranks
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_clipping_needs_no_kernel_for_each_parameter_of_other_ranks(run_on, stage):
+    run_on(2, clip_many_parameters, stage=stage, merges_units=True)
 
 
 def edit_optimizer_state(stage):

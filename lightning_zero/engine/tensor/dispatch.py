@@ -286,20 +286,25 @@ def _norms(tensors: list[ShardedTensor], order: float, what: str | None = None) 
     """
     slot = tensors[0].slot
     everyone = slot.bucket.communicator.everyone
-    norms = foreach_norm([_counted_here(tensor, order) for tensor in tensors], order)
-    parts = torch.stack([norm.to(slot.device) for norm in norms])
+    neutral: dict[torch.dtype, Tensor] = {}  # one kernel for all of a dtype, since a rank owns a part of few parameters
+    norms = foreach_norm([_counted_here(tensor, order, neutral) for tensor in tensors], order)
+    parts = torch.stack(norms).to(slot.device)
     rows = parts.new_zeros(everyone.size, len(parts))
     rows[everyone.rank] = parts
     rows = slot.reduce(rows, ReduceOp.SUM, what)
     return torch.linalg.vector_norm(rows, order or 1, dim=0).to(tensors[0].dtype.to_real())
 
 
-def _counted_here(tensor: ShardedTensor, order: float) -> Tensor:
-    """This rank's range, or a value that changes no norm if another tensor-parallel rank counts the same elements."""
+def _counted_here(tensor: ShardedTensor, order: float, neutral: dict[torch.dtype, Tensor]) -> Tensor:
+    """This rank's range; a ``neutral`` value, which changes no norm, if it is empty or another rank counts it."""
     local = tensor.local
-    if local.numel() == 0 or not tensor.slot.share.is_counted_here:
-        local = local.new_full((1,), float("inf") if order < 0 else 0.0)
-    return local.float() if local.dtype in LOW_PRECISION else local  # powers in a norm would overflow in fp16
+    # powers in a norm would overflow in fp16
+    dtype = torch.float32 if local.dtype in LOW_PRECISION else local.dtype
+    if local.numel() > 0 and tensor.slot.share.is_counted_here:
+        return local.to(dtype)
+    if dtype not in neutral:
+        neutral[dtype] = local.new_full((1,), float("inf") if order < 0 else 0.0, dtype=dtype)
+    return neutral[dtype]
 
 
 def _communicating(tensor: Any) -> ShardedTensor | None:
