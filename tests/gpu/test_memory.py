@@ -83,7 +83,8 @@ def holes_after_steps(device: str, stage: int, steps: int, width: int) -> tuple[
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_steps_of_varying_lengths_leave_no_holes(run_on, device, stage):
+    width = WIDTH if device == "cuda" else 32  # a CPU has no allocator to look at: this tries the test itself
     ((reserved, allocated),) = run_on(
-        1, holes_after_steps, timeout=170, device=device, stage=stage, steps=50, width=WIDTH
+        1, holes_after_steps, timeout=170, device=device, stage=stage, steps=50, width=width
     )
     assert reserved - allocated <= 0.02 * reserved, f"{reserved} bytes reserved, {allocated} in use"
