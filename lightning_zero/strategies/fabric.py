@@ -79,7 +79,7 @@ class FabricStrategy(BaseStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard, in place, a module and the states of optimizers already set up for its parameters. Collective."""
-        consolidate(module)
+        consolidate(module, self.root_device)
         # Hooks of the module keep the engine.
         Engine(
             module,

@@ -22,6 +22,7 @@ from lightning_zero.callbacks.restarts import Restarts, keep_for_next_attempt, n
 from lightning_zero.engine import (
     Engine,
     Report,
+    ShardedTensor,
     Simulation,
     Unit,
     consolidate,
@@ -112,7 +113,7 @@ class TrainerStrategy(BaseStrategy):
         if self.lightning_module is not None and self.ranks.mesh is not None:
             internals.set_device_mesh(self.lightning_module, self.ranks.mesh)
         if self.lightning_module is not None:
-            consolidate(self.lightning_module)
+            consolidate(self.lightning_module, self.root_device)
             self._restarts = self._new_restarts()
             if self._restarts is not None:
                 connector = internals.checkpoint_connector(self.lightning_module.trainer)
@@ -385,11 +386,12 @@ class TrainerStrategy(BaseStrategy):
         return shortage is not None
 
     def _teardown_but_for_engine(self) -> None:
-        if self.lightning_module is not None and self.model is not None:
+        module = self.lightning_module
+        if module is not None and self.model is not None:
             self._revert_layers()
-        if self.lightning_module is not None and deferred_param.awaits_values(self.lightning_module):
-            # The run failed before deferred parameters had values. Moving them would raise another error.
-            self.lightning_module._apply(lambda t: t if deferred_param.is_deferred(t) else t.cpu())
+        if module is not None and (deferred_param.awaits_values(module) or any(map(_stays, module.parameters()))):
+            # The run has failed, perhaps before deferred parameters had values. Moving them would raise another error.
+            module._apply(lambda t: t if _stays(t) else t.cpu())
             self._teardown_but_for_module()
         else:
             super(BaseStrategy, self).teardown()
@@ -407,6 +409,11 @@ class TrainerStrategy(BaseStrategy):
 
 _made_for: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 """By module, the plugin that has synchronised its layers (``sync_batchnorm``), if any, and the precision of its run."""
+
+
+def _stays(tensor: Tensor) -> bool:
+    """Whether a tensor cannot be moved after a failure: it is deferred, or other ranks have parts of it."""
+    return deferred_param.is_deferred(tensor) or isinstance(tensor, ShardedTensor)
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.nn import Parameter
 
 from lightning_zero import ZeroAutoStrategy, ZeroStrategy
 from tests.emulated.device import NAME, in_order
-from tests.support.trainer import TrainerRun, fit, fit_ddp
+from tests.support.trainer import Learner, TrainerRun, fit, fit_ddp, make_trainer
 from tests.support.training import CLOSE, same_runs
 
 pytestmark = pytest.mark.exhaustive
@@ -80,6 +82,32 @@ def fit_as_chosen() -> None:
 
 def test_zero_auto_offloads_from_a_device_with_little_memory(run_on_device):
     run_on_device(2, fit_as_chosen)
+
+
+class Failing(Callback):
+    """Fails once, on every rank."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._fail)
+
+    def _fail(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise ValueError("a project's own error")
+
+
+@in_order
+def fail_and_fit_again(strategy: str, hook: str) -> None:
+    module = Learner()
+    with pytest.raises(ValueError, match="a project's own error"):
+        make_trainer(strategy, accelerator=Emulated(), callbacks=[Failing(hook)]).fit(module)
+    make_trainer(strategy, accelerator=Emulated()).fit(module)
+    assert all(type(parameter) is Parameter and parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_an_error_in_a_fit_reaches_the_project_and_the_module_can_be_fitted_again(run_on_device, strategy, hook):
+    run_on_device(2, fail_and_fit_again, strategy=strategy, hook=hook)
 
 
 @in_order

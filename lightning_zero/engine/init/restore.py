@@ -56,12 +56,15 @@ def restore_parameters(
                 set_contents(alias, like(alias, parameter.detach()))
 
 
-def consolidate(module: nn.Module) -> None:
-    """Turn parameters that a closed engine left sharded back into ordinary full tensors. Collective.
+def consolidate(module: nn.Module, device: torch.device) -> None:
+    """Turn parameters that a closed engine left sharded back into ordinary full tensors, on the CPU. Collective.
 
     Sharded copies of parameters (from ``copy.deepcopy`` in a hook) become ordinary as well, even if their engine is
     still open. A parameter that is sharded on some ranks and full on others takes the value of the first rank that
     holds the full parameter.
+
+    Args:
+        device: the device over which this rank communicates.
 
     Raises:
         ValueError: if the failed run used tensor parallelism, another number of ranks, or another order of ranks.
@@ -90,19 +93,24 @@ def consolidate(module: nn.Module) -> None:
         )
     if not any(names for names, _ in held):
         return
-    device = next(module.parameters()).device
-    communicator = Communicator(None, device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)  # gathers that the failed run has not awaited may still write
+    communicator, host = Communicator(None, device), torch.device("cpu")
     try:
         for name, parameter in module.named_parameters():
             whole = [rank for rank, (names, _) in enumerate(held) if name not in names]
             if not whole and left[name].parameters:  # an empty list: the bucket has been unsharded already
                 left[name].rejoin(communicator)
-                make_ordinary(left[name], device)
+                make_ordinary(left[name], host)
             elif 0 < len(whole) < size:
+                value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                if name not in left:
+                    value.copy_(parameter.detach())
+                communicator.control.broadcast(value, whole[0])
                 if name in left:
                     left[name].parameters = []
-                    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    set_contents(parameter, like(parameter, value))
-                communicator.control.broadcast(parameter.detach(), whole[0])
+                    set_contents(parameter, like(parameter, value.to(host)))
+                else:
+                    parameter.detach().copy_(value)
     finally:
         communicator.close()
