@@ -129,6 +129,8 @@ class DataLoadingState:
         """Restore random states, logged metrics and the state of modules, if a checkpoint was loaded."""
         if self._saved is None:
             return
+        if self._epoch_loop.restarted_on_train_batch_end and self._epoch_loop.batch_progress.is_last_batch:
+            self._loop.reset_restart_stage()  # otherwise Lightning, which begins the next epoch, skips and miscounts it
         set_rng_state(self._saved["rng"], self._device, self._generators)
         if self._saved["epoch"] is not None:
             set_state(self._trainer, self._saved["epoch"])

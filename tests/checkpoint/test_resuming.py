@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
@@ -142,6 +143,40 @@ def whole_and_resumed(strategy: str, folder: Path, hooks: list[str], loader: Any
 def test_random_numbers_and_batches_resume_exactly(run_on, tmp_path, strategy):
     hooks = ["on_train_batch_end", "on_train_epoch_end"]
     run_on(2, whole_and_resumed, strategy=strategy, folder=tmp_path, hooks=hooks)
+
+
+class RecordsEpochs(Callback):
+    def __init__(self) -> None:
+        self.epochs: list[Any] = []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs.append(["start", trainer.current_epoch, trainer.global_step])
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs.append(["end", trainer.current_epoch, trainer.global_step])
+
+
+def resumes_at_the_end_of_each_epoch(strategy: str, folder: Path) -> None:
+    def run(epochs: int, ckpt_path: Any, recording: RecordsEpochs) -> list[Any]:
+        saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=BATCHES, enable_version_counter=False)
+        options = {"max_steps": epochs * BATCHES, "max_epochs": -1, "limit_val_batches": 0}
+        callbacks = [saving, recording]
+        _, module = fit(strategy, shuffled, ckpt_path, callbacks=callbacks, enable_checkpointing=True, **options)
+        return [module.seen, dict(module.state_dict())]
+
+    whole, parts, result, seen, path = RecordsEpochs(), RecordsEpochs(), [], [], None
+    expected = run(3, None, whole)
+    for epochs in (1, 2, 3):
+        result = run(epochs, path, parts)
+        seen += result[0]
+        path = folder / f"step={epochs * BATCHES}.ckpt"
+    same_values(parts.epochs, whole.epochs, "epochs")
+    same_values([seen, result[1]], expected, "resumed")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3 sharded"])
+def test_a_run_resumed_after_the_last_batch_of_each_epoch_equals_the_uninterrupted_run(run_on, tmp_path, strategy):
+    run_on(2, resumes_at_the_end_of_each_epoch, strategy=strategy, folder=tmp_path)
 
 
 HOOKS = ["on_before_optimizer_step", "on_validation_end", "on_train_batch_end"]
