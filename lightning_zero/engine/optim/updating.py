@@ -80,7 +80,7 @@ def _hash(key: str, first: int, x: Tensor) -> None:
     """
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     before, within = (int.from_bytes(half, "little", signed=True) for half in (digest[:4], digest[4:]))
-    torch.arange(len(x), out=x)
+    torch.arange(len(x), out=x, device=x.device)
     x += (first + before + 2**31) % 2**32 - 2**31  # as int32, which wraps around
     x ^= (x >> 17).bitwise_and_(2**15 - 1)  # shifted without the sign
     x *= 0xED5AD4BB - 2**32
