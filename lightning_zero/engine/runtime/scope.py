@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_zero.engine.compat import FLAT_WEIGHTS, flattening_of_weights, forward_hooks, is_compiled, untraced
+from lightning_zero.engine.compat import FLAT_WEIGHTS, flattening_of_weights, forward_hooks, is_compiled
 from lightning_zero.engine.state.slot import BucketSlot, slot_of
 
 
@@ -139,14 +139,17 @@ def regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
 
 
 def _flatten_unless_sharded(flatten: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-    """On a GPU, ``flatten`` replaces the memory of weights by a copy, which no update would reach."""
+    """On a GPU, ``flatten`` replaces the memory of weights by a copy, which no update would reach.
+
+    Compiled code flattens no weights, sharded or not: a graph break here would end ``fullgraph=True`` in an error.
+    """
 
     def flatten_parameters(module: nn.Module) -> None:
-        if all(slot_of(weight) is None for weight in getattr(module, FLAT_WEIGHTS)):
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced and all(slot_of(weight) is None for weight in getattr(module, FLAT_WEIGHTS)):
             flatten(module)
 
-    run: Callable[[nn.Module], None] = untraced(flatten_parameters)
-    return run
+    return flatten_parameters
 
 
 WEIGHTS_IN_PLACE = flattening_of_weights(_flatten_unless_sharded)
