@@ -166,35 +166,15 @@ def _weights(checkpoint: Mapping[str, Any], masters: Mapping[str, Any]) -> tuple
     return found[0], found[1]
 
 
-@dataclass(frozen=True)
-class ExportPaths:
-    """Paths of an export: ``FOLDER/NAME.safetensors``, or several files and an index that lists them."""
-
-    out: str
-
-    @property
-    def name(self) -> str:
-        return os.path.basename(self.out)
-
-    @property
-    def index(self) -> str:
-        return f"{self.name}.index.json"
-
-    def beside(self, name: str) -> str:
-        return os.path.join(os.path.dirname(self.out), name)
-
-    def names(self, count: int) -> list[str]:
-        """Names of the ``count`` files that contain tensors."""
-        stem, suffix = os.path.splitext(self.name)
-        return [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)] if count > 1 else [self.name]
-
-    def existing(self) -> list[str]:
-        """Names of the files that earlier exports to this path have left."""
-        fs, folder = url_to_fs(os.path.dirname(self.out) or ".")
-        stem, suffix = map(re.escape, os.path.splitext(self.name))
-        ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{suffix}|{re.escape(self.index)}")
-        files = fs.ls(folder, detail=False) if fs.exists(folder) else []
-        return sorted(name for file in files if ours.fullmatch(name := os.path.basename(file.rstrip("/"))))
+def existing_at(out: str) -> list[str]:
+    """Return the paths of the files that earlier exports to the path ``out`` have left."""
+    parent, name = os.path.split(out)
+    fs, folder = url_to_fs(parent or ".")
+    stem, suffix = map(re.escape, os.path.splitext(name))
+    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{suffix}|{stem}{suffix}\.index\.json")
+    files = fs.ls(folder, detail=False) if fs.exists(folder) else []
+    names = (os.path.basename(file.rstrip("/")) for file in files)
+    return sorted(os.path.join(parent, name) for name in names if ours.fullmatch(name))
 
 
 def _all_values(shards: list[list[Weight]]) -> Iterator[tuple[int, Weight, Tensor]]:
@@ -203,25 +183,29 @@ def _all_values(shards: list[list[Weight]]) -> Iterator[tuple[int, Weight, Tenso
 
 def write_safetensors(
     content: Export,
-    paths: ExportPaths,
+    out: str,
     *,
     most_bytes: int,
     values_of: Callable[[list[list[Weight]]], Iterator[tuple[int, Weight, Tensor]]] = _all_values,
     ranks: Ranks = ONE_RANK,
 ) -> list[str]:
-    """Write an export, replacing any earlier export at its paths; return the paths of the written files.
+    """Write an export, replacing any earlier export at its path; return the paths of the written files.
 
     Args:
+        out: ``FOLDER/NAME.safetensors``, which becomes several files and an index if one would exceed ``most_bytes``.
         values_of: given each file's weights, returns those that this rank writes, with the file's number and values.
     """
     shards = list(_shards(content.weights, most_bytes))
-    names = paths.names(len(shards))
+    folder, name = os.path.split(out)
+    names, count = [name], len(shards)
     texts: dict[str, Any] = {} if content.config is None else {"config.json": content.config}
-    if len(shards) > 1:
+    if count > 1:
+        stem, suffix = os.path.splitext(name)
+        names = [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)]
         places = {weight.name: name for name, weights in zip(names, shards) for weight in weights}
-        texts[paths.index] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
+        texts[f"{name}.index.json"] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
     labels = ranks.gather(new_label())
-    written = {name: Destination(paths.beside(name), labels[0]) for name in (*names, *texts)}
+    written = {name: Destination(os.path.join(folder, name), labels[0]) for name in (*names, *texts)}
     values = values_of(shards)
 
     def write() -> None:
@@ -239,11 +223,11 @@ def write_safetensors(
         for name, text in texts.items():
             with written[name].writing() as stream:
                 stream.write(f"{json.dumps(text, indent=2)}\n".encode())
-        _put_in_place(written, paths, has_index=len(shards) > 1)
+        _put_in_place([*written.values()], out, has_index=count > 1)
 
     try:
         for act in (write, complete if ranks.rank == 0 else list):
-            act() if len(labels) == 1 else on_every_rank(act, ranks, paths.out, "export")
+            act() if len(labels) == 1 else on_every_rank(act, ranks, out, "export")
     except BaseException:
         for destination in written.values():
             destination.discard()
@@ -251,18 +235,16 @@ def write_safetensors(
     return [destination.path for destination in written.values()]
 
 
-def _put_in_place(written: dict[str, Destination], paths: ExportPaths, has_index: bool) -> None:
+def _put_in_place(written: list[Destination], out: str, has_index: bool) -> None:
     """Replace an earlier export. If the process dies, readers find old weights, new weights or none, no mixture."""
-    next(iter(written.values())).clear_leftovers()
-    before = paths.existing()
-    if has_index:
-        for name in (paths.name, paths.index):
-            Destination(paths.beside(name)).remove()
-    for destination in written.values():
+    written[0].clear_leftovers()
+    before = existing_at(out)
+    for path in (out, f"{out}.index.json") if has_index else ():
+        Destination(path).remove()
+    for destination in written:
         destination.put_in_place()
-    for name in before:
-        if name not in written:
-            Destination(paths.beside(name)).remove()
+    for path in sorted(set(before) - {destination.path for destination in written}):
+        Destination(path).remove()
 
 
 def export_weights(
@@ -323,8 +305,8 @@ def export_weights(
                 for weight in run:  # in the order of the file's header
                     yield file, weight, value_of[id(weight.values)]
 
-    paths, ranks = ExportPaths(os.path.join(folder, "model.safetensors")), Ranks(rank, gather)
-    return write_safetensors(content, paths, most_bytes=max_shard_bytes, values_of=values_of, ranks=ranks)
+    out, ranks = os.path.join(folder, "model.safetensors"), Ranks(rank, gather)
+    return write_safetensors(content, out, most_bytes=max_shard_bytes, values_of=values_of, ranks=ranks)
 
 
 def _content_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -100,13 +101,12 @@ def _say(text: str) -> None:
 def _export(options: Any) -> None:
     import torch
 
-    from lightning_zero.checkpoint.exporting import ExportPaths, export, write_safetensors
+    from lightning_zero.checkpoint.exporting import existing_at, export, write_safetensors
     from lightning_zero.io.text import listed
 
-    paths = ExportPaths(options.out)
-    if not paths.name.endswith(".safetensors"):
+    if not options.out.endswith(".safetensors"):
         raise ValueError(f"OUT must end in .safetensors: for example {Path(options.out) / 'model.safetensors'}.")
-    _refuse_existing(map(paths.beside, paths.existing()), options)
+    _refuse_existing(existing_at(options.out), options)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[options.dtype]
     opened = _open(options)
     opened.verify()
@@ -115,8 +115,8 @@ def _export(options: Any) -> None:
     if options.strip_prefix is None and len(models) > 1:
         _say(f"exporting several transformers models ({', '.join(models)}): --strip-prefix exports only one")
     if content.config is not None:
-        _refuse_existing([paths.beside("config.json")], options)
-    files = write_safetensors(content, paths, most_bytes=options.max_shard_size)
+        _refuse_existing([os.path.join(os.path.dirname(options.out), "config.json")], options)
+    files = write_safetensors(content, options.out, most_bytes=options.max_shard_size)
     if content.left_out:
         _say(f"not exported: {listed(content.left_out)}")
     if options.json:
