@@ -138,38 +138,61 @@ def _refuse_existing(paths: Iterable[str], options: Any) -> None:
 
 
 def _inspect(options: Any) -> None:
-    from dataclasses import asdict
-
-    from lightning_zero.checkpoint.reading import rows_of
-
     opened = _open(options)
-    rows = rows_of(opened)
-    own = [row for row in rows if row.tied_to is None]
+    rows = _rows_of(opened)
+    own = [row for row in rows if row["tied_to"] is None]
     found = {key: opened.checkpoint.get(key) for key in ("epoch", "global_step")}
     known = {key: value for key, value in found.items() if isinstance(value, int)}
+    size = sum(row["bytes"] for row in own)
     if options.json:
         about = {"path": opened.path, "whole": True, "form": opened.form, "written_by": opened.written_by, **known}
-        size = sum(row.bytes for row in own)
-        print_json({**about, "bytes": size, "tensors": [asdict(row) for row in rows]})
+        print_json({**about, "bytes": size, "tensors": rows})
         return
-    print(f"{opened.path}: {opened.form}, {in_bytes(sum(row.bytes for row in own))} in {len(own)} tensors")
+    print(f"{opened.path}: {opened.form}, {in_bytes(size)} in {len(own)} tensors")
     by = ", ".join(f"{what} {which}" for what, which in opened.written_by.items())
     print(f"written by: {by or 'unknown'}")
     print(", ".join(f"{name} {value}" for name, value in known.items()) or "epoch and step: not recorded")
 
-    shown = rows if options.all else [row for row in rows if row.part == "state_dict"]
     table: list[tuple[str, ...]] = [("name", "shape", "dtype", "bytes")]
-    for row in shown:
-        name = row.name if options.all else row.name.removeprefix("state_dict.")
-        tied = f"= {row.tied_to if options.all else row.tied_to.removeprefix('state_dict.')}" if row.tied_to else ""
-        table.append((name, str(row.shape), row.dtype, tied or in_bytes(row.bytes)))
+    for row in rows:
+        if options.all or _part_of(row) == "state_dict":
+            name, tied_to = row["name"], row["tied_to"] or ""
+            if not options.all:
+                name, tied_to = name.removeprefix("state_dict."), tied_to.removeprefix("state_dict.")
+            size_or_tie = f"= {tied_to}" if tied_to else in_bytes(row["bytes"])
+            table.append((name, str(row["shape"]), row["dtype"], size_or_tie))
     print_table(table, right=(3,))
     table = [("part", "tensors", "bytes")]
-    for part in dict.fromkeys(row.part for row in rows):
-        of_part = [row for row in own if row.part == part]
-        table.append((part, str(len(of_part)), in_bytes(sum(row.bytes for row in of_part))))
+    for part in dict.fromkeys(map(_part_of, rows)):
+        of_part = [row["bytes"] for row in own if _part_of(row) == part]
+        table.append((part, str(len(of_part)), in_bytes(sum(of_part))))
     print_table(table, right=(1, 2))
     print("no file is missing or truncated; 'lightning-zero checkpoint verify' checks the values")
+
+
+def _rows_of(opened: Any) -> list[dict[str, Any]]:
+    """Describe each tensor, in the checkpoint's order.
+
+    ``shape`` has -1 for sizes that vary in a nested tensor, ``bytes`` includes the indices of a sparse tensor, and
+    ``tied_to`` is the name of the first tensor with the same memory, or None if this tensor is the first.
+    """
+    from lightning_zero.checkpoint.trees import identity
+    from lightning_zero.engine import compat
+
+    seen: dict[Any, str] = {}
+    rows = []
+    for name, tensor in opened.tensors.items():
+        first = seen.setdefault(identity(tensor), name)
+        shape = [tensor.size(0)] + [-1] * (tensor.dim() - 1) if tensor.is_nested else list(tensor.shape)
+        row = {"name": name, "shape": shape, "dtype": str(tensor.dtype).removeprefix("torch.")}
+        rows.append({**row, "bytes": compat.nbytes_of(tensor), "tied_to": first if first != name else None})
+    return rows
+
+
+def _part_of(row: dict[str, Any]) -> str:
+    """The entry with a tensor, such as ``state_dict``, ``optimizer_states.0`` or ``lightning_zero.masters``."""
+    first, _, rest = row["name"].partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first in ("optimizer_states", CHECKPOINT_KEY) else first
 
 
 def _verify(options: Any) -> None:
