@@ -57,7 +57,7 @@ def restore_parameters(
 
 
 def consolidate(module: nn.Module, device: torch.device) -> None:
-    """Turn parameters that a closed engine left sharded back into ordinary full tensors, on the CPU. Collective.
+    """Turn parameters that a closed engine left sharded into ordinary full tensors on the CPU. Collective.
 
     Sharded copies of parameters (from ``copy.deepcopy`` in a hook) become ordinary as well, even if their engine is
     still open. A parameter that is sharded on some ranks and full on others takes the value of the first rank that

@@ -118,7 +118,8 @@ class Bucket:
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if plan.is_offloaded else None
         self.update: Future[None] | None = None
-        self.awaits_refresh = self._is_kept = False  # ``_is_kept``: whether user code has a tensor over ``full``
+        self.awaits_refresh = False
+        self._is_kept = False  # whether user code had a tensor over ``full`` when the last update began
         self.is_replicated, self._is_left = plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self.extensions = extensions
@@ -364,7 +365,7 @@ class Bucket:
     def before_update(self) -> None:
         """Prepare for a change of the master weights: finish gathers and copies that read them."""
         self.wait()
-        plan = self.residency.plan  # asked now, since an update's thread may have tensors over ``full``
+        plan = self.residency.plan  # asked now, since the update's thread may have tensors over ``full``
         self._is_kept = self._buffer.is_kept(len(self.views) + (Medium.BUFFER in (plan.masters, plan.copy)))
         self.copy_writes_to_masters()
         self.residency.forget_fetched()

@@ -160,8 +160,8 @@ class BucketSlot:
     def derived(self) -> dict[Derived, ShardedTensor]:
         """Live tensors that user code derived from the parameter (aliases, copies, averages), by name.
 
-        Ranks match copies by the order in which they are made. Once ranks have made different numbers of copies, none
-        of their names are equal.
+        Ranks match copies by the order in which they are made. Once ranks have made different numbers of copies, no
+        copies have equal names.
         """
         copies = self._remembered["copy"]
         return {
