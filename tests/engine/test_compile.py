@@ -220,44 +220,6 @@ def test_a_compiled_function_reads_gradients_of_several_shapes(run_on):
     run_on(2, read_gradients_in_compiled_code)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(8, 8)
-
-    def forward(self, x):
-        self.lstm.flatten_parameters()
-        return self.lstm(x)[0]
-
-
-def compile_recurrent_modules_as_one_graph(stage):
-    def losses(shards):
-        torch.manual_seed(0)
-        module = nn.Sequential(Recurrent(), Recurrent())
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for block in module:
-            block.compile(backend="eager", fullgraph=True)
-        engine = Engine(module, [optimizer], stage=stage, units=[Recurrent]) if shards else None
-        found = []
-        for _ in range(3):
-            loss = module(torch.ones(2, 3, 8)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        if engine is not None:
-            engine.close()
-        return found
-
-    with torch._dynamo.config.patch(allow_rnn=True):
-        assert losses(shards=True) == losses(shards=False)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_compiled_forward_that_flattens_weights_is_one_graph(run_on, stage):
-    run_on(2, compile_recurrent_modules_as_one_graph, stage=stage)
-
-
 def compile_with_inductor():
     torch._inductor.config.compile_threads = 1
     torch.manual_seed(0)

@@ -536,10 +536,12 @@ class Flattened(nn.Module):
         return self.out(self.recurrent(x)[0])
 
 
-def flatten_weights_in_forward(stage):
+def flatten_weights_in_forward(stage, compiled):
     def losses(shards):
         torch.manual_seed(0)
         module = nn.Sequential(Flattened(), Flattened())
+        for block in module if compiled else ():
+            block.compile(backend="eager", fullgraph=True)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
         engine = Engine(module, [optimizer], stage=stage, units=[Flattened]) if shards else None
         found = []
@@ -553,15 +555,18 @@ def flatten_weights_in_forward(stage):
             engine.close()
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.RNNBase, "flatten_parameters", flatten_as_on_a_gpu)
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(allow_rnn=True):
+        if not compiled:
+            patch.setattr(nn.RNNBase, "flatten_parameters", flatten_as_on_a_gpu)
+        flatten = nn.RNNBase.flatten_parameters
         assert losses(shards=True) == losses(shards=False)
-        assert nn.RNNBase.flatten_parameters is flatten_as_on_a_gpu
+        assert nn.RNNBase.flatten_parameters is flatten
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_weights_that_a_forward_flattens_for_cudnn_are_still_updated(run_on, stage):
-    run_on(2, flatten_weights_in_forward, stage=stage)
+def test_weights_that_a_forward_flattens_for_cudnn_are_still_updated(run_on, stage, compiled):
+    run_on(2, flatten_weights_in_forward, stage=stage, compiled=compiled)
 
 
 def accumulate_sparse_gradients(stage):
