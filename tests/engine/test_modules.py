@@ -555,6 +555,7 @@ def flatten_weights_in_forward(stage, compiled):
             engine.close()
         return found
 
+    gc.collect()  # an engine of an earlier case holds the patch until it is collected
     with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(allow_rnn=True):
         if not compiled:
             patch.setattr(nn.RNNBase, "flatten_parameters", flatten_as_on_a_gpu)
