@@ -605,6 +605,23 @@ void record_stream(Tensor& self, c10::Stream stream) {
   if (Block* block = block_of(self.storage().data())) block->recorded.insert(stream.id());
 }
 
+// As CUDA's kernels, refuse tensors of several devices, but for numbers and indices.
+void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const std::string& name = op.schema().name();
+  if (name == "aten::index" || name.find("index_put") != std::string::npos) return;
+  bool on_host = false, on_device = false;
+  auto see = [&](const Tensor& tensor) {
+    if (!tensor.defined()) return;
+    (tensor.is_cpu() ? on_host : on_device) |= !tensor.is_cpu() || tensor.dim() > 0;
+  };
+  for (const auto& argument : torch::jit::last(stack, op.schema().arguments().size())) {
+    if (argument.isTensor()) see(argument.toTensor());
+    if (argument.isTensorList())
+      for (const Tensor& each : argument.toTensorVector()) see(each);
+  }
+  TORCH_CHECK(!on_host || !on_device, name, ": expected all tensors to be on the same device, but some are on the CPU");
+}
+
 // Every other operator: the CPU's kernel, whose arguments and results come and go through `copy_from` on this stream.
 void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   struct Within {
@@ -618,6 +635,7 @@ void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       --in_kernel;
     }
   } within(op.schema().name());
+  check_devices(op, *stack);
   at::native::cpu_fallback(op, stack, false);
 }
 

@@ -11,6 +11,25 @@ from tests.support import rank
 SIZE = 64
 
 
+def refused_devices() -> list[str]:
+    here, there = torch.ones(SIZE, device=device.NAME), torch.ones(SIZE)
+    assert (here * torch.tensor(2.0) == 2).all(), "a number of the host is a number"
+    assert (here[torch.arange(2)] == 1).all(), "so are indices"
+    refused = []
+    for operator in (lambda: here + there, lambda: torch.cat([here, there]), lambda: torch.stack([here[0], there[0]])):
+        try:
+            operator()
+        except RuntimeError as error:
+            refused.append(str(error))
+    return refused
+
+
+def test_tensors_of_several_devices_are_refused_as_on_a_gpu(run_on_device):
+    (refused,) = run_on_device(1, refused_devices)
+    assert len(refused) == 3
+    assert all("same device" in message for message in refused), refused
+
+
 def read_what_another_writes(waits: bool) -> list[str]:
     values, beside = torch.ones(SIZE, device=device.NAME), torch.Stream(device.NAME)
     if waits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,21 @@ def test_overlap_and_prefetch_settings_change_nothing(run_on_device, stage, opti
 def test_runs_that_clip_and_accumulate_equal_ddps(run_on_device, ranks, stage):
     recipe = Recipe(steps=4, micro_batches=3, clip=models.clip, device=NAME)
     run_on_device(ranks, is_ddps, recipe=recipe, stage=stage, bound=CLOSE)
+
+
+def clip_by_one_list(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """As ``clip_grad_norm_``, but without first dividing gradients by device."""
+    gradients = [parameter.grad for parameter in parameters]
+    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    torch._foreach_mul_(gradients, (0.01 / total).clamp(max=1.0))
+    return total
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_in_two_places_are_clipped_together(run_on_device, stage):
+    offload = OffloadConfig(optimizer="cpu", gradients="cpu", fraction=0.5)
+    recipe = Recipe(Wide, models.exact_sgd, steps=4, clip=clip_by_one_list, device=NAME)
+    run_on_device(2, is_ddps, recipe=recipe, stage=stage, units=[nn.Linear], bound=CLOSE, offload=offload)
 
 
 @pytest.mark.parametrize(
