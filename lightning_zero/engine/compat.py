@@ -122,12 +122,8 @@ def make_wrapper(cls: type, shape: torch.Size, **options: Any) -> Any:
 
 
 def let_foreach_take(cls: type) -> None:
-    """Let ``foreach`` functions accept a tensor class, so that clipping needs one reduction, not one per parameter."""
+    """Let ``foreach`` functions accept a tensor class, and optimizers choose them or ``fused`` ones where they would."""
     _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]
-
-
-def let_optimizers_choose_foreach(cls: type) -> None:
-    """Let optimizers update a tensor class by ``foreach`` or ``fused`` kernels where they would do so by default."""
     optimizers._foreach_supported_types.append(cls)  # type: ignore[arg-type]
 
 

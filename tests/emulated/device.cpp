@@ -711,6 +711,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", &set_to_storage_at);
   m.impl("set_.source_Storage", &set_to_storage);
   m.impl("set_", &set_to_nothing);
+  m.impl("is_set_to", &at::native::is_set_to);
 }
 
 // Autocast, with torch's lists of operators for CUDA.

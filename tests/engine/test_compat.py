@@ -161,18 +161,21 @@ def test_plain_dicts_of_hooks_become_those_of_torch():
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def a_sharded_tensor() -> torch.Tensor:
+    return compat.make_wrapper(ShardedTensor, (2,), dtype=torch.float32, device="cpu")
+
+
 def test_foreach_functions_accept_sharded_tensors():
     from torch.utils._foreach_utils import _has_foreach_support
 
-    wrapper = compat.make_wrapper(ShardedTensor, (2,), dtype=torch.float32, device="cpu")
-    assert _has_foreach_support([torch.ones(2), wrapper], wrapper.device)
+    assert _has_foreach_support([torch.ones(2), a_sharded_tensor()], torch.device("cpu"))
 
 
-def test_optimizers_choose_the_same_kernels_for_masters_as_for_parameters(monkeypatch):
+def test_optimizers_choose_the_same_kernels_for_masters_and_sharded_tensors_as_for_parameters(monkeypatch):
     from torch.optim import optimizer
 
     monkeypatch.setattr(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
-    for tensor in (nn.Parameter(torch.ones(2)), MasterTensor(torch.ones(2))):
+    for tensor in (nn.Parameter(torch.ones(2)), MasterTensor(torch.ones(2)), a_sharded_tensor()):
         for fused in (False, True):
             assert optimizer._default_to_fused_or_foreach([tensor], False, use_fused=fused) == (fused, not fused)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import let_foreach_take, let_optimizers_choose_foreach
+from lightning_zero.engine.compat import let_foreach_take
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.offload import place_of
 from lightning_zero.engine.state.bucket import Bucket
@@ -46,7 +46,6 @@ class MasterTensor(nn.Parameter):
 
 _COMPARABLE = (bool, int, float, str, type(None))
 let_foreach_take(MasterTensor)
-let_optimizers_choose_foreach(MasterTensor)
 
 
 class Master:
