@@ -122,7 +122,7 @@ def make_wrapper(cls: type, shape: torch.Size, **options: Any) -> Any:
 
 
 def let_foreach_take(cls: type) -> None:
-    """Let ``foreach`` functions accept a tensor class, and optimizers choose them or ``fused`` ones where they would."""
+    """Let ``foreach`` functions accept a tensor class, and optimizers choose such kernels for it as for parameters."""
     _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]
     optimizers._foreach_supported_types.append(cls)  # type: ignore[arg-type]
 

@@ -18,7 +18,11 @@ from tests.support import rank
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 WORLDS = pytest.mark.parametrize("world_size", [1, 2])
-INPUTS = torch.arange(14.0).view(2, 7) / 7
+
+
+def example() -> torch.Tensor:
+    """A module's input, on the default device."""
+    return torch.arange(14.0).view(2, 7) / 7
 
 
 def make(stage, module=None, **options):
@@ -30,7 +34,7 @@ def make(stage, module=None, **options):
 
 
 def train(module, optimizer):
-    module(INPUTS).square().mean().backward()
+    module(example()).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -46,14 +50,14 @@ def hooks_of(module):
 
 def copied_modules(stage):
     module, reference, optimizer, engine = make(stage)
-    module(INPUTS)
+    module(example())
     copied, unpickled = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
     train(module, optimizer)
     gathers = engine.report().calls.get("all_gather", 0)
     for other in (copied, unpickled):
         assert not hooks_of(other)
-        same(other(INPUTS), reference(INPUTS))
-        other(INPUTS).sum().backward()
+        same(other(example()), reference(example()))
+        other(example()).sum().backward()
     assert all(type(p) is nn.Parameter and p.grad is not None for p in unpickled.parameters())
     assert engine.report().calls.get("all_gather", 0) == gathers, "a copy gathered the original's units"
     assert all(p.grad is None for p in module.parameters())
@@ -100,13 +104,13 @@ def convert_copies(stage):
     halved = copy.deepcopy(module[0]).requires_grad_(False).to(torch.bfloat16)
     train(module, optimizer)
     train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
-    same(module(INPUTS), reference(INPUTS))
-    same(converted(INPUTS.double()), copy.deepcopy(whole).double()(INPUTS.double()))
-    converted(INPUTS.double()).sum().backward()
+    same(module(example()), reference(example()))
+    same(converted(example().double()), copy.deepcopy(whole).double()(example().double()))
+    converted(example().double()).sum().backward()
     assert all(p.grad.dtype == torch.float64 for p in converted.parameters())
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     trained = copy.deepcopy(module).requires_grad_(True)
-    trained(INPUTS).sum().backward()
+    trained(example()).sum().backward()
     gradients = [p.grad.double() for p in trained.parameters()]
     for parameter, gradient in zip(trained.double().parameters(), gradients):
         same(parameter.grad, gradient)
@@ -144,8 +148,8 @@ class CopiedInForward(nn.Linear):
 
 def copies_in_forward(stage):
     module, reference, optimizer, engine = make(stage, nn.Sequential(CopiedInForward(7, 5), nn.Linear(5, 3)))
-    expected = nn.functional.linear(INPUTS, reference[0].weight, reference[0].bias)
-    module(INPUTS).sum().backward()
+    expected = nn.functional.linear(example(), reference[0].weight, reference[0].bias)
+    module(example()).sum().backward()
     copied, pickled = module[0].found
     assert b"lightning_zero" not in pickled and len(pickled) < 9000, "the engine or its buffer was pickled"
     unpickled = pickle.loads(pickled)
@@ -154,7 +158,7 @@ def copies_in_forward(stage):
     for other in (copied, unpickled):
         assert type(other.weight) is nn.Parameter
         other.weight.data = other.weight.data.clone()
-        same(nn.functional.linear(INPUTS, other.weight, other.bias), expected)
+        same(nn.functional.linear(example(), other.weight, other.bias), expected)
     engine.close()
 
 
@@ -204,14 +208,14 @@ def copies_with_own_hooks(stage):
     assert b"lightning_zero" not in pickled and b"lightning_zero" not in pickle.dumps(copy.deepcopy(module)[0])
     for other in (copy.deepcopy(module), pickle.loads(pickled)):
         for _ in range(2):
-            same(other(INPUTS), reference(INPUTS))
+            same(other(example()), reference(example()))
         other[2].handle.remove()
-        other(INPUTS)
+        other(example())
         assert other[2].calls == 2 and not other[2]._forward_hooks
         other[2].register_forward_hook(count_calls)
-        other(INPUTS)
+        other(example())
         assert other[2].calls == 3
-    module(INPUTS)
+    module(example())
     assert module[2].calls == 1
     engine.close()
 
@@ -231,19 +235,19 @@ def test_a_copy_of_a_module_may_be_converted_to_another_dtype(run_on, world_size
 
 def compile_with_torchscript(stage):
     module, reference, _, engine = make(stage)
-    expected = reference(INPUTS)
+    expected = reference(example())
     copied = copy.deepcopy(module)
     with lightning_zero.full_parameters(module):
-        traced = torch.jit.trace(module, INPUTS)
+        traced = torch.jit.trace(module, example())
         for each in (module, module[0]):
             with pytest.raises(AttributeError, match=r"torch\.jit\.script after the run"):
                 torch.jit.script(each)
     for each in (copied, copy.deepcopy(module)):
-        same(torch.jit.script(each)(INPUTS), expected)
-    same(traced(INPUTS), expected)
+        same(torch.jit.script(each)(example()), expected)
+    same(traced(example()), expected)
     engine.close()
-    same(torch.jit.script(module)(INPUTS), expected)
-    same(traced(INPUTS), expected)
+    same(torch.jit.script(module)(example()), expected)
+    same(traced(example()), expected)
 
 
 @STAGES
@@ -254,16 +258,16 @@ def test_torchscript_can_trace_a_sharded_module_and_script_it_afterwards(run_on,
 
 def export(stage):
     module, reference, optimizer, engine = make(stage)
-    expected = reference(INPUTS)
-    exported = torch.export.export(module, (INPUTS,)).module()
+    expected = reference(example())
+    exported = torch.export.export(module, (example(),)).module()
     with lightning_zero.full_parameters(module):
-        whole = torch.export.export(module, (INPUTS,))
-    same(exported(INPUTS), expected)
+        whole = torch.export.export(module, (example(),))
+    same(exported(example()), expected)
     assert all(type(value) is nn.Parameter for value in whole.state_dict.values())
     for model, optimizes in ((module, optimizer), (reference, torch.optim.SGD(reference.parameters(), lr=0.1))):
         train(model, optimizes)
-    same(module(INPUTS), reference(INPUTS))
-    same(whole.module()(INPUTS), expected)
+    same(module(example()), reference(example()))
+    same(whole.module()(example()), expected)
     engine.close()
 
 
@@ -282,16 +286,16 @@ def train_a_copy_in_full(stage):
     other = copy.deepcopy(reference)
     for _ in range(2):
         with lightning_zero.full_parameters(copied):
-            loss = copied(INPUTS * (1 + rank())).square().sum()
+            loss = copied(example() * (1 + rank())).square().sum()
         loss.backward()
-        other(INPUTS * (1 + rank())).square().sum().backward()
+        other(example() * (1 + rank())).square().sum().backward()
     with lightning_zero.full_parameters(alias):
-        alias(INPUTS).sum().backward()
+        alias(example()).sum().backward()
     assert all(p.grad is None for p in module.parameters())
     for ours, theirs in zip(copied.parameters(), other.parameters()):
         assert type(ours.grad) is torch.Tensor
         torch.testing.assert_close(ours.grad, theirs.grad)
-    torch.testing.assert_close(alias.weight.grad, INPUTS.sum(0).expand(5, 7))
+    torch.testing.assert_close(alias.weight.grad, example().sum(0).expand(5, 7))
     engine.close()
 
 
@@ -304,11 +308,11 @@ def test_a_backward_of_a_copy_in_full_parameters_leaves_the_original_alone(run_o
 def accumulate_in_a_copy(stage):
     module, reference, _, engine = make(stage)
     module.zero_grad()
-    module(INPUTS).sum().backward()
+    module(example()).sum().backward()
     copied = copy.deepcopy(module)
     copied[0].weight.grad = module[0].weight.grad.clone()
     before = lightning_zero.full_grad(module[0].weight).clone()
-    copied(INPUTS).sum().backward()
+    copied(example()).sum().backward()
     same(lightning_zero.full_grad(module[0].weight), before)
     same(lightning_zero.full_grad(copied[0].weight), 2 * before)
     engine.close()
@@ -323,7 +327,7 @@ def test_a_gradient_is_accumulated_in_the_copy_that_it_belongs_to(run_on, world_
 def write_each_ranks_own(stage, dtype):
     """Local steps (Reptile), Fisher information, perturbed copies: what ranks write to copies may differ."""
     module, reference, optimizer, engine = make(stage, nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).to(dtype))
-    inputs = (INPUTS * (1 + rank())).to(dtype)
+    inputs = (example() * (1 + rank())).to(dtype)
     results = []
     for model in (module, reference):
         copied = copy.deepcopy(model)
@@ -462,7 +466,7 @@ def weakly_referred(stage):
     module, reference, optimizer, engine = make(stage, recurrent)
     for _ in range(2):
         assert all(reference() is p for reference, p in zip(references, module.parameters()))
-        same(module(INPUTS)[0], reference(INPUTS)[0])
+        same(module(example())[0], reference(example())[0])
         if engine is not None:
             engine.close()
             engine = None
@@ -480,13 +484,13 @@ def replaced(stage):
     module, reference, optimizer, engine = make(stage)
     whole = reference.state_dict()
     with engine.window():
-        same(module(INPUTS), reference(INPUTS))
+        same(module(example()), reference(example()))
     module.load_state_dict(whole, assign=True)
     with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced.*without assign=True"):
         optimizer.step()
     module[0].weight = nn.Parameter(torch.zeros(5, 7))
     with engine.window():
-        module(INPUTS).square().mean().backward()
+        module(example()).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced.*configure_model"):
         optimizer.step()
 
@@ -495,24 +499,24 @@ def replaced_in_a_plain_loop(stage):
     """Only a replacement that stays in place is refused, and only where it would be trained."""
     module, reference, optimizer, engine = make(stage)
     others = {name: nn.Parameter(value + 1) for name, value in reference.state_dict().items()}
-    same(functional_call(module, others, INPUTS), functional_call(reference, others, INPUTS))
+    same(functional_call(module, others, example()), functional_call(reference, others, example()))
     some = {"0.weight": others["0.weight"]}
-    same(functional_call(module, some, INPUTS), functional_call(reference, some, INPUTS))
+    same(functional_call(module, some, example()), functional_call(reference, some, example()))
     for part in (module, module[0]):
         with lightning_zero.full_parameters(part):
-            same(module(INPUTS), reference(INPUTS))
+            same(module(example()), reference(example()))
     original = module[0].weight
     module[0].weight = others["0.weight"]
     with torch.no_grad():
-        same(module(INPUTS), functional_call(reference, some, INPUTS))
-    module(INPUTS).square().mean().backward()
+        same(module(example()), functional_call(reference, some, example()))
+    module(example()).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced.*configure_model"):
         optimizer.step()
     module[0].weight = original
     optimizer.zero_grad()
     train(module, optimizer)
     module.load_state_dict(reference.state_dict(), assign=True)
-    module(INPUTS).square().mean().backward()
+    module(example()).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced.*without assign=True"):
         optimizer.step()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -23,6 +23,10 @@ STEPS = 8
 
 CLOSE = 1e-6
 """Relative tolerance where numbers are summed in another order, or a global norm is involved."""
+
+
+def default_device() -> str:
+    return torch.get_default_device().type
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Recipe:
     micro_batches: int = 1
     clip: Callable[[Iterable[nn.Parameter]], Any] | None = None
     dtype: torch.dtype = torch.float32
-    device: str = "cpu"
+    device: str = field(default_factory=default_device)
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,11 @@ class Run:
     report: Any = None
 
 
-def batch(index: int, of: int | None = None, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def batch(index: int, of: int | None = None, device: str | None = None) -> tuple[Tensor, Tensor]:
     """Tokens and targets of a rank's micro-batch `index` (default: this rank), the same in every run."""
     generator = torch.Generator().manual_seed(1000 * index + (rank() if of is None else of))
-    tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
-    return tokens.to(device), torch.randint(CLASSES, (4, 6), generator=generator).to(device)
+    tokens, targets = (torch.randint(n, (4, 6), generator=generator, device="cpu") for n in (VOCABULARY, CLASSES))
+    return tokens.to(device or default_device()), targets.to(device or default_device())
 
 
 def prepare(recipe: Recipe) -> tuple[nn.Module, Optimizer]:

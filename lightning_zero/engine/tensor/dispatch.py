@@ -216,7 +216,9 @@ def _local_value(value: Any, of: ShardedTensor, in_place: bool) -> Any:
 
 def _beside(value: Tensor, local: Tensor) -> Tensor:
     """Move a value to the device of the local range: operators on offloaded ranges run on the host."""
-    return value if value.device == local.device else value.to(local.device)
+    if value.device == local.device:
+        return value
+    return (value.whole() if isinstance(value, WrapperTensor) else value).to(local.device)
 
 
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
