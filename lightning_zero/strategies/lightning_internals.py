@@ -101,9 +101,13 @@ BETWEEN_BATCHES = "_broadcast_sigterm_tensor"
 
 
 def is_epoch_ending(trainer: Any) -> bool:
-    """Whether the batch that has just ended is the last of its epoch on this rank; validation has not begun."""
+    """Whether the batch that has just ended is the last of its epoch on this rank; validation has not begun.
+
+    Epochs of a run that counts steps alone may end at different steps, for example with streams of different lengths.
+    """
     loop = trainer.fit_loop
-    return loop.epoch_loop._is_training_done or (trainer.should_stop and loop._can_stop_early)
+    stops = trainer.should_stop and loop._can_stop_early
+    return stops or (loop.epoch_loop._is_training_done and trainer.max_epochs != -1)
 
 
 def should_accumulate(trainer: Any) -> bool:

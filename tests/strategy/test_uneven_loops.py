@@ -180,6 +180,25 @@ def test_training_continues_after_an_uneven_validation(run_on, stage):
     run_on(2, validate_in_fit, stage=stage, counts=[1, 3], val_check_interval=2)
 
 
+def train_by_steps(stage):
+    def train(strategy):
+        torch.manual_seed(0)
+        model = Classifier(sync_dist=False)
+        options = {"max_epochs": -1, "max_steps": 11, "check_val_every_n_epoch": None, "val_check_interval": 4}
+        trainer = trainer_of(strategy, **options)
+        trainer.fit(model, loader([2, 5], sized=False), loader([1, 3], seed=1))
+        assert trainer.global_step == 11
+        return trainer.current_epoch, trainer.callback_metrics, model.seen, model.state_dict()
+
+    torch.testing.assert_close(train(f"zero{stage}"), train("ddp"), **CLOSE)
+
+
+@pytest.mark.exhaustive(but=1)
+@STAGES
+def test_epochs_of_a_training_by_steps_may_be_uneven(run_on, stage):
+    run_on(2, train_by_steps, stage=stage)
+
+
 def test_buffers_follow_rank_0s_in_an_uneven_validation(run_on):
     run_on(2, validate_in_fit, stage=3, counts=[2, 1], norm=Norm)
 
