@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.engine.comm.transport import Started
 from tests.support.training import Recipe, same_runs, train_zero
 from tests.support.transports import cross_memory
 from tests.support.workers import rank, world_size
@@ -39,12 +38,6 @@ def neighbours():
     return found
 
 
-def wait(started: Started) -> Any:
-    for each in started.waits:
-        each()
-    return started.finish()
-
-
 def exchange_slices(numel: int) -> None:
     transport = neighbours()
     values = torch.arange(numel * world_size()).view(world_size(), numel) + 1
@@ -53,7 +46,7 @@ def exchange_slices(numel: int) -> None:
         full[rank()] = values[rank()] * (turn + 1)
         if (turn + rank()) % 3 == 0:
             time.sleep(0.002)  # so that some ranks are ready earlier than others
-        wait(transport.gather(list(full)))
+        transport.gather(list(full)).wait()
         assert torch.equal(full, values * (turn + 1))
     dist.barrier()
     transport.close()
@@ -90,7 +83,7 @@ def add_up(numel: int, wire: torch.dtype) -> None:
     terms = [own if other == rank() else values[other][rank()].to(wire).float() for other in range(size)]
     expected = sum(terms[1:], terms[0].clone())
     for exchange in exchanges:
-        assert torch.equal(wait(exchange), expected)
+        assert torch.equal(exchange.wait(), expected)
     dist.barrier()
     transport.close()
 
@@ -110,7 +103,7 @@ def memory_of_a_reduction() -> None:
     weakref.finalize(sent.untyped_storage(), is_freed.set)
     del sent
     assert is_freed.wait(30), "the sent values are kept until the reduction is waited for"
-    assert (wait(exchange) == world_size()).all()
+    assert (exchange.wait() == world_size()).all()
     dist.barrier()
     transport.close()
 
@@ -142,7 +135,7 @@ def many_at_once(count: int) -> None:
         full[rank()] = number
         exchanges.append(transport.gather(list(full)))
     for number, (full, exchange) in enumerate(zip(buffers, exchanges)):
-        wait(exchange)
+        exchange.wait()
         assert (full == number).all()
     dist.barrier()
     transport.close()
@@ -237,9 +230,9 @@ def end_while_others_wait() -> None:
     exchange = transport.gather(list(torch.zeros(world_size(), 4)))
     dist.barrier()
     with pytest.raises(RuntimeError, match="closed"):
-        wait(exchange)
+        exchange.wait()
     with pytest.raises(RuntimeError, match="closed"):
-        wait(transport.gather(list(torch.zeros(world_size(), 4))))
+        transport.gather(list(torch.zeros(world_size(), 4))).wait()
     transport.close()
 
 
@@ -255,10 +248,10 @@ def end_one_after_another() -> None:
         full[rank()] = rank()
         exchange = transport.gather(list(full))
         if rank() == turn % world_size():
-            wait(exchange)
+            exchange.wait()
             transport.close()
         dist.barrier() if turn % 2 else time.sleep(0.001 * rank())
-        wait(exchange)
+        exchange.wait()
         assert full[:, 0].tolist() == list(range(world_size()))
         transport.close()
 
@@ -280,7 +273,7 @@ def close_while_another_is_late() -> None:
     else:
         dist.barrier()
         exchange = transport.gather(list(full))
-    wait(exchange)
+    exchange.wait()
     assert full[:, 0].tolist() == list(range(world_size()))
     transport.close()
 
@@ -324,7 +317,7 @@ def fail_before_the_last_has_read() -> None:
         may_read.set()
         if rank() == 0:
             with pytest.raises(RuntimeError, match="rank 2 closed the connection"):
-                wait(exchange)
+                exchange.wait()
     finally:
         process_memory.read_memory = read
     dist.barrier()
@@ -379,10 +372,10 @@ def send_more_than_a_socket_takes() -> None:
     dist.barrier()
     if is_first:
         with pytest.raises(RuntimeError, match="a message could not be sent: .*Message too long"):
-            wait(transport.gather(list(full), is_small=True))
+            transport.gather(list(full), is_small=True).wait()
     else:
         with pytest.raises(RuntimeError, match="closed the connection"):
-            wait(transport.gather(list(full[:, :1]), is_small=True))
+            transport.gather(list(full[:, :1]), is_small=True).wait()
     dist.barrier()
     transport.close()
 
@@ -411,7 +404,7 @@ def refuse_until_asked() -> None:
         process_memory.read_memory, process_memory.let_read = read_if_allowed, let_read
         transport = neighbours()
         full = torch.full((2 * world_size(),), float(rank()))
-        wait(transport.gather(full.chunk(world_size())))
+        transport.gather(full.chunk(world_size())).wait()
         assert full.tolist() == [float(r) for r in range(world_size()) for _ in range(2)]
         dist.barrier()
         transport.close()

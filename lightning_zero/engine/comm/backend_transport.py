@@ -19,9 +19,10 @@ from lightning_zero.engine.comm.transport import (
     Cast,
     Chain,
     Codec,
-    Started,
+    Pending,
     Transport,
     are_equal,
+    encoded_bytes,
     slices_of,
 )
 from lightning_zero.engine.plan.layout import from_0
@@ -47,13 +48,13 @@ class BackendTransport(Transport):
         self._gathers, self._reductions, self._rank = gathers, reductions, rank(gathers)
         self._is_gloo = backend_name(gathers) == "gloo" if is_gloo is None else is_gloo
 
-    def all_gather(self, full: Tensor, bounds: Bounds) -> Started:
+    def all_gather(self, full: Tensor, bounds: Bounds) -> Pending:
         # ``data``, so that writes do not increment the version that autograd checks; bytes, since backends lack dtypes
         filled, size = full.data.view(torch.uint8), full.itemsize
         if not self._is_gloo and are_equal(bounds):
             start, stop = bounds[self._rank : self._rank + 2]
             work = all_gather_single(filled, filled[start * size : stop * size], group=self._gathers, async_op=True)
-            return Started([work.wait], [full])
+            return Pending([work.wait], [full])
         slices = slices_of(filled, [bound * size for bound in bounds])
         if self._is_gloo:  # whose all-gather would receive into another buffer of the full size, and then copy it
             works = [
@@ -63,17 +64,17 @@ class BackendTransport(Transport):
             ]
         else:
             works = [dist.all_gather(slices, slices[self._rank], group=self._gathers, async_op=True)]
-        return Started(waits_for(works, are_of_gloo=self._is_gloo), [full])
+        return Pending(waits_for(works, are_of_gloo=self._is_gloo), [full])
 
-    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Pending:
         if self._is_summed_by_backend(flat, bounds, codec):
             start, stop = bounds[self._rank : self._rank + 2]
             shard = flat.new_empty(stop - start)
             work = reduce_scatter_single(_as_real(shard), _as_real(flat), group=self._reductions, async_op=True)
-            return Started([work.wait], [flat, shard], lambda: shard)
+            return Pending([work.wait], [flat, shard], lambda: shard)
         return self._sum_in_order(flat, bounds, codec)
 
-    def _sum_in_order(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
+    def _sum_in_order(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Pending:
         """Exchange slices, and add them up in the order of ranks. This rank's own values are not encoded.
 
         Slices for lower ranks and for higher ranks are exchanged separately, since a single exchange would also copy
@@ -85,7 +86,7 @@ class BackendTransport(Transport):
         if is_encoded:
             own = own.clone()  # so that the buffer can be freed
             lower, higher = (_encoded(part, flat, codec) for part in (slices[:place], slices[place + 1 :]))
-        sizes = [codec.size(len(part)) * codec.dtype.itemsize for part in slices]
+        sizes = [encoded_bytes(codec, len(part)) for part in slices]
         received = torch.empty((size - 1) * sizes[place], dtype=torch.uint8, device=flat.device)
         from_lower, from_higher = received.tensor_split([place * sizes[place]])
         works = [
@@ -102,7 +103,7 @@ class BackendTransport(Transport):
                 total.add_(term)
             return total if is_encoded or size == 2 else total.clone()  # without the rest of ``received``
 
-        return Started(waits_for(works, are_of_gloo=self._is_gloo), [own, lower, higher, received], finish)
+        return Pending(waits_for(works, are_of_gloo=self._is_gloo), [own, lower, higher, received], finish)
 
     def _exchange(self, sent: Tensor, sizes: list[int], received: Tensor, sources: range) -> Any:
         """Start to send parts of these sizes in bytes to all ranks, and to receive parts of equal sizes from some."""
@@ -150,29 +151,21 @@ class Levels(Transport):
         # Gathers may not wait for the second halves of reductions, since ranks may start the two in different orders.
         self._gathers, self._reductions = Chain("gathers"), Chain("reductions")
 
-    def all_gather(self, full: Tensor, bounds: Bounds) -> Started:
+    def all_gather(self, full: Tensor, bounds: Bounds) -> Pending:
         column = bounds[self._first : self._first + self._machines + 1]
         first = self._across.all_gather(full[column[0] : column[-1]], from_0(column))
 
-        def later() -> Started:
-            _result_of(first)
+        def later() -> Pending:
+            first.wait()
             return self._within.all_gather(full, bounds[:: self._machines])
 
         return self._gathers.start(later, first.buffers)
 
-    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Pending:
         slices = from_0(bounds[self._first : self._first + self._machines + 1])
         first = self._within.reduce_scatter(flat, bounds[:: self._machines], Cast(flat.dtype))
-        return self._reductions.start(
-            lambda: self._across.reduce_scatter(_result_of(first), slices, codec), first.buffers
-        )
+        return self._reductions.start(lambda: self._across.reduce_scatter(first.wait(), slices, codec), first.buffers)
 
     def close(self) -> None:
         # second halves that have not started yet still use the inner transport
         self._gathers.close(lambda: self._reductions.close(self._within.close))
-
-
-def _result_of(started: Started) -> Any:
-    for wait in started.waits:
-        wait()
-    return started.finish() if started.finish is not None else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from functools import cached_property
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,54 +17,18 @@ from torch import Tensor
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.backend_transport import BackendTransport, Levels
 from lightning_zero.engine.comm.control_plane import ControlPlane
-from lightning_zero.engine.comm.counters import Counters, Link
+from lightning_zero.engine.comm.counters import Counters
 from lightning_zero.engine.comm.cross_memory.exchange import connect
 from lightning_zero.engine.comm.failures import Watch, explained, waits_for
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import DATA, ActivationParts, TensorParallel
-from lightning_zero.engine.comm.transport import Bounds, Codec, Started, Transport
-from lightning_zero.engine.compat import address_of
+from lightning_zero.engine.comm.transport import Bounds, Cast, Codec, Pending, Transport, encoded_bytes
 from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh, Topology
 
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
-
-
-class Pending:
-    """A collective in flight.
-
-    Args:
-        what: a description of the collective, for error messages.
-        started: what the transport returned when it started the collective; None if there is nothing to wait for.
-        watch: detects failed waits and deadlocks; None if no other process exists.
-    """
-
-    def __init__(self, what: str, started: Started | None = None, watch: Watch | None = None) -> None:
-        self._what, self._watch = what, watch
-        self._waits, self._buffers, self._finish = started or Started([], [])
-        self._ordinal = watch.begin(what) if watch is not None else 0
-
-    @cached_property
-    def nbytes(self) -> int:
-        """The bytes of the collective's buffers when this is first read; a later step may make others (``Levels``)."""
-        storages = (buffer.untyped_storage() for buffer in self._buffers)
-        return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
-
-    def wait(self) -> Any:
-        """Make the current stream (NCCL) or thread (Gloo) wait for the collective, and return its result.
-
-        Raises:
-            RuntimeError: if another rank failed, or did not take part within the process group's timeout.
-        """
-        if self._waits:
-            with self._watch.waiting(self._what, self._ordinal) if self._watch is not None else nullcontext():
-                for wait in self._waits:
-                    wait()
-                del wait  # a work may keep its buffers
-        self._waits, self._buffers = [], []  # before ``finish``, which may need memory
-        return self._finish() if self._finish is not None else None
 
 
 class BucketCollectives:
@@ -75,7 +39,6 @@ class BucketCollectives:
         across: the ranks on other machines with which this rank itself exchanges slices, by their positions along
             these dimensions.
         watch: detects failed waits and deadlocks; None if no other process exists.
-        link: the link under which all slices are counted if ``across`` is empty; None for the counters' default.
         note: for simulated ranks, called with the bytes of each collective that begins; returns a function that is
             called when this rank waits for the collective.
     """
@@ -86,18 +49,16 @@ class BucketCollectives:
         counters: Counters,
         across: Sequence[int] = (),
         watch: Watch | None = None,
-        link: Link | None = None,
         note: Callable[[int], Callable[[], None]] | None = None,
     ) -> None:
         self._transport, self._counters, self._across, self._watch = transport, counters, across, watch
-        self._link, self._note = "within" if across else link, note
+        self._note = note
 
     def all_gather(self, full: Tensor, bounds: Bounds, what: str) -> Pending:
         """See ``Transport.all_gather``; ``what`` names the collective in error messages."""
         if self._transport is None:
-            return Pending(what)
-        self._count("all_gather", full.numel(), bounds, lambda numel: numel * full.itemsize)
-        return self._begin(what, full.nbytes, self._transport.all_gather, full, bounds)
+            return Pending([], [])
+        return self._begin("all_gather", what, full, bounds, Cast(full.dtype), self._transport.all_gather)
 
     def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` returns this rank's slice of the sum (1-D), in the buffer's dtype.
@@ -108,49 +69,45 @@ class BucketCollectives:
             what: a description of what is summed, for error messages.
         """
         if self._transport is None:
-            return Pending(what, Started([], [flat], lambda: flat))
+            return Pending([], [flat], lambda: flat)
+        return self._begin("reduce_scatter", what, flat, bounds, codec, self._transport.reduce_scatter, codec)
 
-        def encoded(numel: int) -> int:
-            return codec.size(numel) * codec.dtype.itemsize
-
-        is_encoded = self._transport.encodes_within
-        within = encoded if is_encoded else lambda numel: numel * flat.itemsize
-        self._count("reduce_scatter", flat.numel(), bounds, encoded, within)
-        return self._begin(what, encoded(flat.numel()), self._transport.reduce_scatter, flat, bounds, codec)
-
-    def _begin(self, what: str, nbytes: int, begin: Callable[..., Started], *args: Any) -> Pending:
-        """Begin a collective that sends a buffer of this size."""
+    def _begin(
+        self,
+        kind: str,
+        what: str,
+        flat: Tensor,
+        bounds: Bounds,
+        codec: Codec,
+        begin: Callable[..., Pending],
+        *more: Any,
+    ) -> Pending:
+        """Begin a collective, and count its slices: those that cross between machines under the link "across"."""
+        assert self._transport is not None
+        slices = [bounds[place + 1] - bounds[place] for place in self._across]
+        crossing, within = sum(slices), codec if self._transport.encodes_within else Cast(flat.dtype)
+        rest = flat.numel() - crossing
+        if crossing:
+            self._counters.add(kind, crossing, sum(encoded_bytes(codec, numel) for numel in slices), "across")
+        self._counters.add(kind, rest, encoded_bytes(within, rest), "within")
         if self._watch is not None:
             self._watch.check_process(what)
         with explained(what):
-            started = begin(*args)
-            if self._note is not None:
-                started.waits.append(self._note(nbytes))
-            return Pending(what, started, self._watch)
-
-    def _count(
-        self,
-        kind: str,
-        numel: int,
-        bounds: Bounds,
-        nbytes: Callable[[int], int],
-        nbytes_within: Callable[[int], int] | None = None,
-    ) -> None:
-        """Count slices that cross between machines under the link "across", and the rest under ``_link``.
-
-        Args:
-            nbytes: the bytes of a number of elements.
-            nbytes_within: the bytes of elements that do not cross, if these have another size.
-        """
-        crossing = [bounds[place + 1] - bounds[place] for place in self._across]
-        rest = numel - sum(crossing)
-        if rest < numel:
-            self._counters.add(kind, sum(crossing), sum(map(nbytes, crossing)), "across")
-        self._counters.add(kind, rest, (nbytes_within or nbytes)(rest), self._link)
+            pending = begin(flat, bounds, *more)
+        if self._note is not None:
+            pending.waits.append(self._note(encoded_bytes(codec, flat.numel())))
+        return _watched(pending, what, self._watch)
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+
+
+def _watched(pending: Pending, what: str, watch: Watch | None) -> Pending:
+    """Let a watch, unless no other process exists, detect a failure or a deadlock in the wait for a collective."""
+    if watch is not None:
+        pending.waiting = partial(watch.waiting, what, watch.begin(what))
+    return pending
 
 
 # -- which ranks share a machine ---------------------------------------------------------------------------------------
@@ -230,10 +187,7 @@ class Communicator:
         self.rendezvous = Rendezvous(self.everyone, self.name, self.timeout)
         if self.size > 1:
             topology, groups, is_gloo_on_cpu = self._arrange(shard_within, simulation)
-            if simulation is not None:
-                self._simulate(simulation, topology, groups)
-            else:
-                self._choose_transports(topology, groups, is_gloo_on_cpu)
+            self._choose_transports(topology, groups, is_gloo_on_cpu, simulation)
 
     def _meet(self, everywhere: ProcessGroup, simulation: Simulation | None) -> None:
         """Make the control planes, and agree with real ranks on the engine's name. Collective."""
@@ -291,28 +245,36 @@ class Communicator:
             self.counters.link = "within"
         return topology, groups if self.shards_within else topology, is_gloo_on_cpu
 
-    def _choose_transports(self, topology: Topology, groups: Topology, is_gloo_on_cpu: bool) -> None:
+    def _choose_transports(
+        self, topology: Topology, groups: Topology, is_gloo_on_cpu: bool, simulation: Simulation | None
+    ) -> None:
         """Choose the transports between the ranks. Collective."""
-        backend = process_group.backend_name(self.group, self.device)
+        backend, is_real = process_group.backend_name(self.group, self.device), simulation is None
         machine, here = topology.within(self.rank), groups.within(self.rank)
         # with tensor parallelism, each data-parallel group would choose for itself, but all create groups together
-        has_levels = is_gloo_on_cpu and groups.has_two_levels and self.tensor.size == 1
+        is_gloo = backend == "gloo" if simulation is None else simulation.transport == "gloo"
+        has_levels = is_real and is_gloo_on_cpu and groups.has_two_levels and self.tensor.size == 1
         direct = None  # the transport that reads the memory of the machine's other ranks
-        if is_gloo_on_cpu and (len(groups.nodes) == 1 or has_levels):
+        if is_real and is_gloo_on_cpu and (len(groups.nodes) == 1 or has_levels):
             direct = connect(here, self.rank, self.timeout, self.control.gather_objects)
 
         def between(groups: Sequence[Sequence[int]]) -> Transport:
             # New groups: in the existing one, other collectives (such as Lightning's own) would wait for gathers.
-            return BackendTransport(self._new_group(backend, groups), self._new_group(backend, groups))
+            gathers, reductions = self._new_group(backend, groups), self._new_group(backend, groups)
+            return BackendTransport(gathers, reductions, is_gloo)
 
+        def put(over: tuple[str, ...], transport: Transport, across: Sequence[int], ranks: Sequence[int]) -> None:
+            """Use a transport along some dimensions, between these ranks."""
+            note = simulation.note(topology, over, ranks, self.tensor.size) if simulation is not None else None
+            self._along[over] = BucketCollectives(transport, self.counters, across, self._among(ranks), note)
+
+        everyone = range(self.size)
         if direct is not None and len(here) == self.size:
             self.control.small = direct.small
-            self._along[ALL] = BucketCollectives(direct, self.counters, watch=self.control.watch)
+            put(ALL, direct, [], everyone)
             return
         if not has_levels and not self.shards_within:
-            elsewhere = [rank for rank in range(self.size) if rank not in machine]
-            transport = between(self._alike)
-            self._along[ALL] = BucketCollectives(transport, self.counters, elsewhere, self.control.watch)
+            put(ALL, between(self._alike), [rank for rank in everyone if rank not in machine], everyone)
             return
 
         self.mesh, column = Mesh.of(groups, self.rank), groups.across(self.rank)
@@ -322,39 +284,10 @@ class Communicator:
         if not self.shards_within:
             first, machines = here.index(self.rank) * len(column), len(column)
             levels = Levels(within, across, first, machines)
-            crossing = [first + place for place in elsewhere]
-            self._along[ALL] = BucketCollectives(levels, self.counters, crossing, self.control.watch)
+            put(ALL, levels, [first + place for place in elsewhere], everyone)
             return
-        over = [place for place, rank in enumerate(here) if rank not in machine]
-        self._along[LOCAL,] = BucketCollectives(within, self.counters, over, self._among(here), "within")
-        self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self._among(column), "within")
-
-    def _simulate(self, simulation: Simulation, topology: Topology, groups: Topology) -> None:
-        """Make the transports between simulated ranks; ``groups``: those within which parameters are sharded."""
-        size, machines, is_nccl = self.size, len(topology.nodes), simulation.transport == "nccl"
-
-        def between(members: Sequence[int], leaving: float, link: Link | None = None) -> BucketCollectives:
-            """The collectives between ranks; ``leaving``: bytes that leave the machine per byte of a buffer."""
-            if len(members) == 1:
-                return BucketCollectives(None, self.counters)
-            gathers, reductions = (self._new_group("fake", self._renumbered([members])) for _ in range(2))
-            # a reduction through shared memory takes as little extra memory as one over NCCL
-            transport = BackendTransport(gathers, reductions, is_gloo=simulation.transport == "gloo")
-
-            def note(nbytes: int) -> Callable[[], None]:
-                return simulation.sends(nbytes * (len(members) - 1) / len(members), nbytes * leaving)
-
-            return BucketCollectives(transport, self.counters, link=link, note=note)
-
-        # In NCCL's ring, every byte leaves each machine; in other transports (two levels), it enters each machine once.
-        groups_here = min(self.tensor.size, self.everyone.size // simulation.machines)
-        leaving = groups_here * ((size if is_nccl else machines) - 1) / (size if is_nccl else machines)
-        self._along[ALL] = between(range(size), leaving if machines > 1 else 0.0)
-        if self.shards_within:
-            self.mesh, column = Mesh.of(groups, self.rank), groups.across(self.rank)
-            beyond = len({topology.machines[rank] for rank in column})
-            self._along[LOCAL,] = between(groups.within(self.rank), 0.0, "within")
-            self._along[NODE,] = between(column, size // machines * (beyond - 1) / beyond, "across")
+        put((LOCAL,), within, [place for place, rank in enumerate(here) if rank not in machine], here)
+        put((NODE,), across, elsewhere, column)
 
     def _among(self, ranks: Sequence[int]) -> Watch | None:
         """Make a watch for waits among the given ranks of this group."""
@@ -388,7 +321,7 @@ class Communicator:
                 sent = part.view(torch.uint8)  # backends lack dtypes
                 works.append(dist.broadcast(sent, self._ranks[source], self.group, async_op=True))
         waits = waits_for(works, are_of_gloo=flat.device.type == "cpu")
-        return Pending(what, Started(waits, [flat], lambda: flat), self.control.watch)
+        return _watched(Pending(waits, [flat], lambda: flat), what, self.control.watch)
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Reduce a small tensor in place over all ranks, via the device, since NCCL cannot reduce CPU tensors."""

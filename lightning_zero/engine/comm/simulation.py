@@ -6,13 +6,13 @@ are correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_zero.engine.plan.mesh import Topology
+from lightning_zero.engine.plan.mesh import NODE, Topology
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,26 @@ class Simulation:
         """The machine of each rank of a data-parallel group."""
         machines = min(self.machines, size)
         return Topology(tuple(rank * machines // size for rank in range(size)))
+
+    def note(
+        self, topology: Topology, over: tuple[str, ...], ranks: Sequence[int], together: int
+    ) -> Callable[[int], Callable[[], None]]:
+        """``sends`` for the collectives of one transport, called with the bytes of a whole buffer.
+
+        Args:
+            over, ranks: the dimensions of the mesh along which they communicate, and the ranks along these.
+            together: the number of tensor-parallel ranks.
+        """
+        size, machines = len(topology.machines), len({topology.machines[rank] for rank in ranks})
+        if over == (NODE,):  # the ranks of a machine communicate with different ranks
+            groups, parts = size // len(topology.nodes), machines
+        else:
+            # In NCCL's ring, every byte leaves each machine; in other transports, it enters each machine once.
+            groups = min(together, size * together // self.machines)
+            parts = len(ranks) if self.transport == "nccl" else machines
+        leaving = groups * (parts - 1) / parts if machines > 1 else 0.0
+        sent = (len(ranks) - 1) / len(ranks)
+        return lambda nbytes: self.sends(nbytes * sent, nbytes * leaving)
 
 
 class SameThread(Executor):

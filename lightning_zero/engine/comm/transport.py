@@ -10,13 +10,17 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from lightning_zero.engine.compat import address_of
 
 # -- codecs ------------------------------------------------------------------------------------------------------------
 
@@ -36,6 +40,11 @@ class Codec(Protocol):
 
     def size(self, numel: int) -> int:
         """The number of encoded elements for ``numel`` values."""
+
+
+def encoded_bytes(codec: Codec, numel: int) -> int:
+    """The bytes of ``numel`` values once they are encoded."""
+    return codec.size(numel) * codec.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -124,20 +133,50 @@ def slices_of(flat: Tensor, bounds: Bounds) -> list[Tensor]:
     return [flat[start:stop] for start, stop in pairwise(bounds)]
 
 
-class Started(NamedTuple):
-    """A collective in flight, and the functions that wait for it and finish it.
+class Pending:
+    """A collective in flight, which completes even if this rank never waits for it.
 
-    The collective completes even if this rank never waits for it.
-
-    Attributes:
+    Args:
         waits: functions that block the current stream (NCCL) or the thread until the collective is complete.
         buffers: the tensors that the transport reads and writes, kept alive until the collective is complete.
         finish: called once after all waits; returns the collective's result.
+
+    Attributes:
+        waiting: makes the context of a wait for other ranks, in which errors say why the wait ended.
     """
 
-    waits: list[Callable[[], Any]]
-    buffers: list[Tensor]
-    finish: Callable[[], Any] | None = None
+    def __init__(
+        self, waits: list[Callable[[], Any]], buffers: list[Tensor], finish: Callable[[], Any] = lambda: None
+    ) -> None:
+        self.waits, self.buffers, self._finish = waits, buffers, finish
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of the collective's buffers when this is first read; a later step may make others (``Levels``)."""
+        storages = (buffer.untyped_storage() for buffer in self.buffers)
+        return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
+
+    def wait(self) -> Any:
+        """Make the current stream (NCCL) or thread (Gloo) wait for the collective, and return its result.
+
+        Raises:
+            RuntimeError: if another rank failed, or did not take part within the process group's timeout.
+        """
+        if self.waits:
+            with self.waiting():
+                self.block()
+        return self.finish()
+
+    def block(self) -> None:
+        """The first part of ``wait``: block the current stream or thread."""
+        for wait in self.waits:
+            wait()
+
+    def finish(self) -> Any:
+        """The last part of ``wait``: return the result."""
+        self.waits, self.buffers = [], []  # first, since ``_finish`` may need memory, and works may keep their buffers
+        return self._finish()
 
 
 class Transport(ABC):
@@ -153,7 +192,7 @@ class Transport(ABC):
     encodes_within: bool = True
 
     @abstractmethod
-    def all_gather(self, full: Tensor, bounds: Bounds) -> Started:
+    def all_gather(self, full: Tensor, bounds: Bounds) -> Pending:
         """Fill a flat buffer with the slices of all ranks.
 
         Args:
@@ -162,7 +201,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Pending:
         """Sum a flat buffer over ranks; the result is this rank's slice of the sum, in the buffer's dtype."""
 
     def close(self) -> None:  # noqa: B027 - most transports have nothing to close
@@ -186,36 +225,28 @@ class Chain:
         self._end = weakref.finalize(self, self._queue.put, None)
         self._end.atexit = False
 
-    def start(self, later: Callable[[], Started], buffers: list[Tensor]) -> Started:
+    def start(self, later: Callable[[], Pending], buffers: list[Tensor]) -> Pending:
         """Let the thread call ``later``, which waits for the first steps of a collective, and starts the last one.
 
         Args:
             buffers: the tensors that the collective reads and writes.
         """
-        last: Future[Started] = Future()
+        last: Future[Pending] = Future()
 
         def go_on() -> None:
             nonlocal later
             try:
-                started = later()
+                pending = later()
                 del later  # with the tensors that it refers to, before another thread goes on
-                last.set_result(started)
+                last.set_result(pending)
             except BaseException as error:
                 last.set_exception(error)
-
-        def wait_for_all() -> None:
-            for wait in last.result().waits:
-                wait()
-
-        def finish() -> Any:
-            finish_last = last.result().finish
-            return finish_last() if finish_last is not None else None
 
         if self._end.alive:
             self._queue.put(go_on)
         else:
             last.set_exception(RuntimeError("the transport was closed"))
-        return Started([wait_for_all], buffers, finish)
+        return Pending([lambda: last.result().block()], buffers, lambda: last.result().finish())
 
     def close(self, then: Callable[[], None]) -> None:
         """End the thread, once all that was started has been done or failed, and ``then`` was called.

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.asynchronous import Streams, at, current_stream, wait_for
-from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import Phases
+from lightning_zero.engine.comm.transport import Pending
 from lightning_zero.engine.compat import (
     current_autograd_node,
     current_graph_task,

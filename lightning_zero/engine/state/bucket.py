@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lightning_zero.engine.comm.asynchronous import Streams
-from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import Ledger, Phases
-from lightning_zero.engine.comm.transport import Codec, Started
+from lightning_zero.engine.comm.transport import Codec, Pending
 from lightning_zero.engine.compat import keep_version, temporarily_clear_interpreter_stack
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.offload import DiskStates, Updates, on_own_stream
@@ -295,7 +295,7 @@ class Bucket:
             gathered.wait()
             torch.accelerator.current_stream(device).wait_event(left)
 
-        return Pending(what, Started([], [own], finish))
+        return Pending([], [own], finish)
 
     def wait(self) -> None:
         """Wait for ``part`` and, if its gather has begun, for ``full``; both then contain the last update's result."""

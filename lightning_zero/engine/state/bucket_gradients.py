@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.asynchronous import at, current_stream, wait_for
-from lightning_zero.engine.comm.collectives import Pending
-from lightning_zero.engine.comm.transport import Cast
+from lightning_zero.engine.comm.transport import Cast, Pending
 from lightning_zero.engine.compat import foreach_copy, foreach_zero
 from lightning_zero.engine.config import full_precision
 from lightning_zero.engine.plan.mesh import NODE

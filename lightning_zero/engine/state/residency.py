@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.asynchronous import current_stream
-from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import Ledger
+from lightning_zero.engine.comm.transport import Pending
 from lightning_zero.engine.config import LOW_PRECISION, EngineConfig, OffloadConfig, full_precision
 from lightning_zero.engine.offload import MASTERS, PARAMETERS, DiskStates, Swap
 from lightning_zero.engine.plan.layout import BucketLayout, Placements, Segment

@@ -29,7 +29,7 @@ from lightning_zero.engine.comm.cross_memory.small_messages import (
     bytes_of,
     fill,
 )
-from lightning_zero.engine.comm.transport import Bounds, Chain, Codec, Started, Transport, slices_of
+from lightning_zero.engine.comm.transport import Bounds, Chain, Codec, Pending, Transport, slices_of
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # timeout for connecting, in seconds
@@ -64,16 +64,16 @@ class CrossMemoryTransport(Transport):
         self._gathers, self._reductions = Chain("gathers"), Chain("reductions")
         _transports_of_process.add(self)
 
-    def all_gather(self, full: Tensor, bounds: Bounds) -> Started:
+    def all_gather(self, full: Tensor, bounds: Bounds) -> Pending:
         slices = slices_of(full, bounds)
         return self.gather(slices, max(map(len, slices)) * full.itemsize <= SMALL)
 
-    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Started:
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Pending:
         sent = slices_of(codec.encode(flat), bounds)
         own = flat[bounds[self._rank] : bounds[self._rank + 1]]
         return self.reduce(own, sent, max(map(len, sent)) * codec.dtype.itemsize <= SMALL)
 
-    def gather(self, slices: Sequence[Tensor], is_small: bool = False) -> Started:
+    def gather(self, slices: Sequence[Tensor], is_small: bool = False) -> Pending:
         """Fill ``slices`` with those of the other ranks, while the other ranks read this rank's slice."""
 
         def take(position: int, read: _Reader) -> None:
@@ -82,7 +82,7 @@ class CrossMemoryTransport(Transport):
         sources = [slices[self._rank]] * len(self._ranks)
         return self._exchange(GATHER_TAG, self._gathers, sources, take, list(slices), is_small)
 
-    def reduce(self, own: Tensor, sent: Sequence[Tensor], is_small: bool = False) -> Started:
+    def reduce(self, own: Tensor, sent: Sequence[Tensor], is_small: bool = False) -> Pending:
         """Add up all ranks' contributions, in the order of ranks.
 
         Args:
@@ -118,7 +118,7 @@ class CrossMemoryTransport(Transport):
         take: Callable[[int, _Reader], None],
         buffers: list[Tensor],
         is_small: bool,
-    ) -> Started:
+    ) -> Pending:
         """Start an exchange. Small values are sent; for large ones, the other ranks are told where they can read.
 
         Args:
@@ -130,7 +130,7 @@ class CrossMemoryTransport(Transport):
         messages = [bytes_of(each) if is_small else _ADDRESS.pack(each.data_ptr()) for each in sources]
         key = self.small.send(tag, messages)
 
-        def exchange() -> Started:
+        def exchange() -> Pending:
             for position, message in enumerate(self.small.receive(key)):
                 if is_small:
                     take(position, partial(_copy, message))
@@ -145,9 +145,9 @@ class CrossMemoryTransport(Transport):
             if not is_small:
                 self.small.receive((~tag, key[1]))
             del buffers[1:]  # all ranks have read
-            return Started([], [], lambda: result)
+            return Pending([], [], lambda: result)
 
-        return Started([exchange], buffers, lambda: result) if is_small else chain.start(exchange, buffers)
+        return Pending([exchange], buffers, lambda: result) if is_small else chain.start(exchange, buffers)
 
     def sever(self, reason: str) -> None:
         """Make all exchanges in flight and all new exchanges fail, here and on the peers."""
