@@ -119,7 +119,7 @@ class RankGroup:
         communicator = self.communicator
         if communicator is None:
             return failures.explained(what)
-        return communicator.everyone.waiting(what, everyone)
+        return communicator.everyone.waiting(what, everyone=everyone)
 
     def all_gather_values(self, value: Any) -> list[Any]:
         """All-gather a picklable value, and return the values in the order of ranks."""

@@ -18,13 +18,12 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["cross-memory", "gloo", "anot
 @contextmanager
 def communicator(transport: str) -> Iterator:
     """A communicator over a transport; "another" is Gloo under another backend's name, whose own sums are used."""
-    from lightning_zero.engine.comm import backend_transport, collectives, process_group
+    from lightning_zero.engine.comm import collectives, process_group
 
     with cross_memory() if transport == "cross-memory" else nullcontext(), pytest.MonkeyPatch.context() as patch:
         if transport == "another":
             new_group = process_group.new_group
-            for module in (process_group, backend_transport):
-                patch.setattr(module, "backend_name", lambda *_: "another")
+            patch.setattr(process_group, "backend_name", lambda *_: "another")
             patch.setattr(process_group, "new_group", lambda ranks, _, timeout: new_group(ranks, "gloo", timeout))
         made = collectives.Communicator(None, torch.device("cpu"))
         try:

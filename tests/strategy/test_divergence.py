@@ -264,8 +264,8 @@ def test_a_slow_rank_is_waited_for(run_on):
 def be_slow_to_transfer():
     """All ranks wait, and for different collectives, but each has begun both: the transfers take long."""
     watch = Engine(Forked(both), stage=3, units=is_block).communicator.control.watch
-    ordinals = [watch.begin("the gather of unit 'a'"), watch.begin("the gather of unit 'b'")]
-    with watch.waiting(f"the gather of unit '{'ab'[rank() % 2]}'", ordinals[rank() % 2]):
+    gathers = [watch.waiting("the gather of unit 'a'"), watch.waiting("the gather of unit 'b'")]
+    with gathers[rank() % 2]:
         time.sleep(3 * PATIENCE)
     dist.barrier()
     return failure()

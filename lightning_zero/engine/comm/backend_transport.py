@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.failures import waits_for
-from lightning_zero.engine.comm.process_group import ProcessGroup, backend_name, rank
+from lightning_zero.engine.comm.process_group import ProcessGroup, rank
 from lightning_zero.engine.comm.transport import (
     Bounds,
     Cast,
@@ -41,12 +41,11 @@ class BackendTransport(Transport):
         gathers, reductions: the process groups for gathers and for reductions. In a single group, all ranks would
             have to begin gathers and reductions in the same order; but whether a gradient is complete before the next
             gather begins may depend on a rank's data.
-        is_gloo: whether the backend is Gloo; by default, the groups' backend decides.
+        is_gloo: whether the backend is Gloo.
     """
 
-    def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup, is_gloo: bool | None = None) -> None:
-        self._gathers, self._reductions, self._rank = gathers, reductions, rank(gathers)
-        self._is_gloo = backend_name(gathers) == "gloo" if is_gloo is None else is_gloo
+    def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup, is_gloo: bool) -> None:
+        self._gathers, self._reductions, self._rank, self._is_gloo = gathers, reductions, rank(gathers), is_gloo
 
     def all_gather(self, full: Tensor, bounds: Bounds) -> Pending:
         # ``data``, so that writes do not increment the version that autograd checks; bytes, since backends lack dtypes

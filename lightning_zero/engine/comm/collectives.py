@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,7 +37,7 @@ class BucketCollectives:
         transport: the transport between these ranks; None if there is only one rank.
         across: the ranks on other machines with which this rank itself exchanges slices, by their positions along
             these dimensions.
-        watch: detects failed waits and deadlocks; None if no other process exists.
+        members: these ranks, as numbered in the default group.
         note: for simulated ranks, called with the bytes of each collective that begins; returns a function that is
             called when this rank waits for the collective.
     """
@@ -46,13 +45,13 @@ class BucketCollectives:
     def __init__(
         self,
         transport: Transport | None,
-        counters: Counters,
+        control: ControlPlane,
         across: Sequence[int] = (),
-        watch: Watch | None = None,
+        members: Sequence[int] = (),
         note: Callable[[int], Callable[[], None]] | None = None,
     ) -> None:
-        self._transport, self._counters, self._across, self._watch = transport, counters, across, watch
-        self._note = note
+        self._transport, self._control, self._counters = transport, control, control.counters
+        self._across, self._members, self._note = across, members, note
 
     def all_gather(self, full: Tensor, bounds: Bounds, what: str) -> Pending:
         """See ``Transport.all_gather``; ``what`` names the collective in error messages."""
@@ -90,24 +89,17 @@ class BucketCollectives:
         if crossing:
             self._counters.add(kind, crossing, sum(encoded_bytes(codec, numel) for numel in slices), "across")
         self._counters.add(kind, rest, encoded_bytes(within, rest), "within")
-        if self._watch is not None:
-            self._watch.check_process(what)
+        waiting = self._control.waiting(what, self._members)
         with explained(what):
             pending = begin(flat, bounds, *more)
+        pending.waiting = waiting
         if self._note is not None:
             pending.waits.append(self._note(encoded_bytes(codec, flat.numel())))
-        return _watched(pending, what, self._watch)
+        return pending
 
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
-
-
-def _watched(pending: Pending, what: str, watch: Watch | None) -> Pending:
-    """Let a watch, unless no other process exists, detect a failure or a deadlock in the wait for a collective."""
-    if watch is not None:
-        pending.waiting = partial(watch.waiting, what, watch.begin(what))
-    return pending
 
 
 # -- which ranks share a machine ---------------------------------------------------------------------------------------
@@ -176,8 +168,8 @@ class Communicator:
         self._own_groups: list[ProcessGroup] = []
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
         self.is_on_one_machine, self.may_compress = True, False
-        self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
         self.everyone = self.control = ControlPlane(self.counters)
+        self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.control)}
         self.name, self.timeout = "", process_group.FOREVER
         if self.size * self.tensor.size > 1:
             self.group = group or process_group.default_group()
@@ -200,9 +192,8 @@ class Communicator:
         ) -> ControlPlane:
             if simulation is not None:
                 return ControlPlane(self.counters, ranks, rank)
-            among = watch.among(ranks) if watch is not None else None
             on_cpu = group if has_cpu else self._new_group("gloo", groups)
-            return ControlPlane(self.counters, ranks, rank, on_cpu, group, among)
+            return ControlPlane(self.counters, ranks, rank, on_cpu, group, watch)
 
         self.everyone = self.control = control(all_ranks, rank, everywhere, [all_ranks])
         if simulation is None and not process_group.is_fake(everywhere):
@@ -249,13 +240,14 @@ class Communicator:
         self, topology: Topology, groups: Topology, is_gloo_on_cpu: bool, simulation: Simulation | None
     ) -> None:
         """Choose the transports between the ranks. Collective."""
-        backend, is_real = process_group.backend_name(self.group, self.device), simulation is None
+        backend = process_group.backend_name(self.group, self.device)
+        is_gloo = backend == "gloo" if simulation is None else simulation.transport == "gloo"
+        reads_memory = simulation is None and is_gloo_on_cpu
         machine, here = topology.within(self.rank), groups.within(self.rank)
         # with tensor parallelism, each data-parallel group would choose for itself, but all create groups together
-        is_gloo = backend == "gloo" if simulation is None else simulation.transport == "gloo"
-        has_levels = is_real and is_gloo_on_cpu and groups.has_two_levels and self.tensor.size == 1
+        has_levels = reads_memory and groups.has_two_levels and self.tensor.size == 1
         direct = None  # the transport that reads the memory of the machine's other ranks
-        if is_real and is_gloo_on_cpu and (len(groups.nodes) == 1 or has_levels):
+        if reads_memory and (len(groups.nodes) == 1 or has_levels):
             direct = connect(here, self.rank, self.timeout, self.control.gather_objects)
 
         def between(groups: Sequence[Sequence[int]]) -> Transport:
@@ -263,35 +255,31 @@ class Communicator:
             gathers, reductions = self._new_group(backend, groups), self._new_group(backend, groups)
             return BackendTransport(gathers, reductions, is_gloo)
 
-        def put(over: tuple[str, ...], transport: Transport, across: Sequence[int], ranks: Sequence[int]) -> None:
-            """Use a transport along some dimensions, between these ranks."""
+        def put(over: tuple[str, ...], transport: Transport, ranks: Sequence[int], partners: Sequence[int]) -> None:
+            """Use a transport between ranks, given in the order of positions, of which the partners exchange slices."""
+            across = [place for place, rank in enumerate(ranks) if rank in partners and rank not in machine]
             note = simulation.note(topology, over, ranks, self.tensor.size) if simulation is not None else None
-            self._along[over] = BucketCollectives(transport, self.counters, across, self._among(ranks), note)
+            (members,) = self._renumbered([ranks])
+            self._along[over] = BucketCollectives(transport, self.control, across, members, note)
 
         everyone = range(self.size)
         if direct is not None and len(here) == self.size:
             self.control.small = direct.small
-            put(ALL, direct, [], everyone)
+            put(ALL, direct, everyone, everyone)
             return
         if not has_levels and not self.shards_within:
-            put(ALL, between(self._alike), [rank for rank in everyone if rank not in machine], everyone)
+            put(ALL, between(self._alike), everyone, everyone)
             return
 
         self.mesh, column = Mesh.of(groups, self.rank), groups.across(self.rank)
         columns = [[ranks[place] for ranks in groups.nodes] for place in range(len(here))]
         across, within = between(self._renumbered(columns)), direct or between(self._renumbered(groups.nodes))
-        elsewhere = [place for place, rank in enumerate(column) if rank not in machine]
         if not self.shards_within:
-            first, machines = here.index(self.rank) * len(column), len(column)
-            levels = Levels(within, across, first, machines)
-            put(ALL, levels, [first + place for place in elsewhere], everyone)
+            levels = Levels(within, across, here.index(self.rank) * len(column), len(column))
+            put(ALL, levels, [rank for ranks in columns for rank in ranks], column)
             return
-        put((LOCAL,), within, [place for place, rank in enumerate(here) if rank not in machine], here)
-        put((NODE,), across, elsewhere, column)
-
-    def _among(self, ranks: Sequence[int]) -> Watch | None:
-        """Make a watch for waits among the given ranks of this group."""
-        return self.control.watch.among(self._renumbered([ranks])[0]) if self.control.watch is not None else None
+        put((LOCAL,), within, here, here)
+        put((NODE,), across, column, column)
 
     @property
     def _alike(self) -> Sequence[Sequence[int]]:
@@ -320,8 +308,9 @@ class Communicator:
                 self.counters.add("control", part.numel(), part.nbytes)
                 sent = part.view(torch.uint8)  # backends lack dtypes
                 works.append(dist.broadcast(sent, self._ranks[source], self.group, async_op=True))
-        waits = waits_for(works, are_of_gloo=flat.device.type == "cpu")
-        return _watched(Pending(waits, [flat], lambda: flat), what, self.control.watch)
+        pending = Pending(waits_for(works, are_of_gloo=flat.device.type == "cpu"), [flat], lambda: flat)
+        pending.waiting = self.control.waiting(what)
+        return pending
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Reduce a small tensor in place over all ranks, via the device, since NCCL cannot reduce CPU tensors."""

@@ -38,6 +38,7 @@ class ControlPlane:
 
     Attributes:
         size: the number of ranks.
+        counters: count what is sent.
         watch: turns failures and deadlocks during waits into errors; None if no other process exists.
         small: a faster channel for ``any_rank`` and ``gather_numbers`` between ranks of one machine, or None.
     """
@@ -52,18 +53,21 @@ class ControlPlane:
         watch: Watch | None = None,
     ) -> None:
         self.ranks, self.rank, self.size = ranks, rank, len(ranks)
-        self.watch, self._counters = watch, counters
+        self.watch, self.counters = watch, counters
         self.small: SmallMessages | None = None
         self._group, self._on_device = group, on_device
 
-    def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:
+    def waiting(
+        self, what: str, members: Sequence[int] | None = None, *, everyone: bool = True
+    ) -> AbstractContextManager[None]:
         """Context in which this rank waits for other ranks of the group; see ``Watch.waiting``.
 
         Args:
-            what: a name for the wait, the same on every rank.
-            everyone: whether every rank takes part.
+            members: the ranks among which the collective takes place, as numbered in the default group; by default all.
         """
-        return self.watch.waiting(what, None if everyone else 0) if self.watch is not None else nullcontext()
+        if self.watch is None:
+            return nullcontext()
+        return self.watch.waiting(what, members or self.ranks, everyone=everyone)
 
     @property
     def _is_alone(self) -> bool:
@@ -88,7 +92,7 @@ class ControlPlane:
 
         Each message names ``what``, and has the same length: where lengths differ, Gloo aborts the process.
         """
-        self._counters.add("control", tensor.numel(), tensor.nbytes)
+        self.counters.add("control", tensor.numel(), tensor.nbytes)
         crc32 = zlib.crc32(what.encode())
         label = torch.tensor([*struct.pack("<LL", crc32, crc32 ^ 0xFFFFFFFF)], dtype=torch.uint8, device="cpu")
         with self.waiting(what):
@@ -119,7 +123,7 @@ class ControlPlane:
         """Broadcast one rank's value of a tensor on any device, in place. Collective."""
         if self._is_alone:
             return tensor
-        self._counters.add("control", tensor.numel(), tensor.nbytes)
+        self.counters.add("control", tensor.numel(), tensor.nbytes)
         values = tensor.detach().resolve_conj().resolve_neg().contiguous()
         with self.waiting(what or f"a broadcast from rank {source}"):
             sent = values.view(-1).view(torch.uint8)  # Gloo lacks some dtypes
@@ -132,7 +136,7 @@ class ControlPlane:
     def all_reduce(self, tensor: Tensor, op: Any = None) -> None:
         """Reduce a small tensor on the device over ranks, in place. Collective."""
         if not self._is_alone:
-            self._counters.add("control", tensor.numel(), tensor.nbytes)
+            self.counters.add("control", tensor.numel(), tensor.nbytes)
             with self.waiting("an all-reduce of values over ranks"):
                 dist.all_reduce(tensor, op or dist.ReduceOp.SUM, self._group_of(tensor))
 
@@ -147,7 +151,7 @@ class ControlPlane:
                 group = self._group_of(alike[0])
                 assert group is not None, "this control plane sends no tensors on the device"
                 numel, nbytes = sum(tensor.numel() for tensor in alike), sum(tensor.nbytes for tensor in alike)
-                self._counters.add("control", numel, nbytes)
+                self.counters.add("control", numel, nbytes)
                 with self.waiting("a broadcast of buffers from rank 0"):
                     broadcast_coalesced(group, alike, MESSAGE_BYTES)
 

@@ -18,8 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing import util
@@ -30,6 +29,7 @@ import torch
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.cross_memory.exchange import sever_all
 from lightning_zero.engine.comm.process_group import DistError, uses_agent_store
+from lightning_zero.engine.comm.transport import Chain
 
 PATIENCE = 3.0
 """Seconds that a rank waits before it writes a note. Timers read the store several times in this period."""
@@ -295,7 +295,7 @@ class Watch:
 
     Args:
         name: the engine's name, the same on every rank and new for each engine.
-        members: the ranks that take part in the waits, as numbered in the default group.
+        members: all ranks of the engine, as numbered in the default group.
     """
 
     def __init__(self, name: str, members: Sequence[int]) -> None:
@@ -304,41 +304,34 @@ class Watch:
         self._begun = self._notices.begun.setdefault(name, Counter())
         self._process = os.getpid()
 
-    def among(self, members: Sequence[int]) -> Watch:
-        """Make a watch for waits in which other ranks take part."""
-        return Watch(self._name, members)
+    def waiting(
+        self, what: str, members: Sequence[int] | None = None, *, everyone: bool = True
+    ) -> AbstractContextManager[None]:
+        """Count a collective that begins now, and return the context in which this rank waits for the others.
 
-    def check_process(self, what: str) -> None:
-        """Raise a RuntimeError in a forked process, whose connections to the other ranks belong to its parent."""
+        Args:
+            what: a name for the collective, the same on every rank.
+            members: the ranks among which it takes place, as numbered in the default group; by default all.
+            everyone: whether every member takes part.
+
+        Raises:
+            RuntimeError: at once in a forked process, whose connections to the other ranks belong to its parent. And in
+                the context if the code inside raises a RuntimeError, unless that says that memory ran out. The new
+                error gives the reason if it is known: which rank failed, or which ranks are in a deadlock.
+        """
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"{what} requires every rank, but this is a forked process, such as a DataLoader's worker, which "
                 "cannot communicate with the other ranks. Set num_workers=0; or, before the worker starts, copy the "
                 "values on every rank: with lightning_zero.full_parameters(module): copy = parameter.detach().clone()."
             )
-
-    def begin(self, what: str) -> int:
-        """Count a collective, and return its number (from 1) among the collectives with this name."""
-        self._begun[what] += 1
-        return self._begun[what]
+        self._begun[what] += everyone
+        return self._waiting(what, self._begun[what] if everyone else 0, members or self._members)
 
     @contextmanager
-    def waiting(self, what: str, ordinal: int | None = None) -> Iterator[None]:
-        """Context in which this rank waits for others.
-
-        Args:
-            what: a name for the wait, the same on every rank.
-            ordinal: the result of ``begin``, which is called here by default; 0 if only some ranks take part.
-
-        Raises:
-            RuntimeError: if the code inside raises a RuntimeError, unless that says that memory ran out. The new error
-                gives the reason if it is known: which rank failed, or which ranks are in a deadlock. Also in a forked
-                process; see ``check_process``.
-        """
-        self.check_process(what)
-        ordinal = self.begin(what) if ordinal is None else ordinal
+    def _waiting(self, what: str, ordinal: int, members: Sequence[int]) -> Iterator[None]:
         outer = self._notices.wait
-        self._notices.wait = Wait(self._name, what, ordinal, self._members, time.monotonic())
+        self._notices.wait = Wait(self._name, what, ordinal, members, time.monotonic())
         try:
             with explained(what, _BLAME):
                 yield
@@ -374,15 +367,8 @@ def _wait_for(work: Any) -> None:
 
 def send(tensor: torch.Tensor, group: process_group.ProcessGroup | None, rank: int) -> None:
     """Send a contiguous 1-D tensor to a rank of a group, however long that rank takes, unless the run has failed."""
-    work, ended = process_group.send(tensor, group, rank), Future[Any]()
-
-    def wait() -> None:
-        try:
-            ended.set_result(work.wait(process_group.FOREVER))
-        except RuntimeError as error:
-            ended.set_exception(error)
-
-    threading.Thread(target=wait, daemon=True).start()  # which may never end (see ``is_in_flight``)
+    work, thread = process_group.send(tensor, group, rank), Chain("send")
+    ended = thread.submit(partial(work.wait, process_group.FOREVER))  # which may never end (see ``is_in_flight``)
     while not futures.wait([ended], timeout=0.1).done:
         if failure() is not None:
             raise RuntimeError(failure())

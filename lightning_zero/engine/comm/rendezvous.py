@@ -87,7 +87,6 @@ class Rendezvous:
                 "module on all ranks: the call unshards the module first. Or create a new module, and load a "
                 "checkpoint. Make copies on every rank: a copy made on only some ranks stays sharded."
             )
-        watch.check_process(what)
         with watch.waiting(f"the rendezvous for {what}"):
             asked = self._exchange(what, watch)
         if different := [rank for rank, other in enumerate(asked) if other != what]:

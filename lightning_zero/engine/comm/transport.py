@@ -142,14 +142,14 @@ class Pending:
         finish: called once after all waits; returns the collective's result.
 
     Attributes:
-        waiting: makes the context of a wait for other ranks, in which errors say why the wait ended.
+        waiting: the context of the waits, in which errors say why they ended.
     """
 
     def __init__(
         self, waits: list[Callable[[], Any]], buffers: list[Tensor], finish: Callable[[], Any] = lambda: None
     ) -> None:
         self.waits, self.buffers, self._finish = waits, buffers, finish
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.waiting: AbstractContextManager[None] = nullcontext()
 
     @cached_property
     def nbytes(self) -> int:
@@ -164,7 +164,7 @@ class Pending:
             RuntimeError: if another rank failed, or did not take part within the process group's timeout.
         """
         if self.waits:
-            with self.waiting():
+            with self.waiting:
                 self.block()
         return self.finish()
 
@@ -225,27 +225,32 @@ class Chain:
         self._end = weakref.finalize(self, self._queue.put, None)
         self._end.atexit = False
 
+    def submit(self, act: Callable[[], Any]) -> Future[Any]:
+        """Let the thread call a function."""
+        done: Future[Any] = Future()
+
+        def go_on() -> None:
+            nonlocal act
+            try:
+                result = act()
+                del act  # with the tensors that it refers to, before another thread goes on
+                done.set_result(result)
+            except BaseException as error:
+                done.set_exception(error)
+
+        if self._end.alive:
+            self._queue.put(go_on)
+        else:
+            done.set_exception(RuntimeError("the transport was closed"))
+        return done
+
     def start(self, later: Callable[[], Pending], buffers: list[Tensor]) -> Pending:
         """Let the thread call ``later``, which waits for the first steps of a collective, and starts the last one.
 
         Args:
             buffers: the tensors that the collective reads and writes.
         """
-        last: Future[Pending] = Future()
-
-        def go_on() -> None:
-            nonlocal later
-            try:
-                pending = later()
-                del later  # with the tensors that it refers to, before another thread goes on
-                last.set_result(pending)
-            except BaseException as error:
-                last.set_exception(error)
-
-        if self._end.alive:
-            self._queue.put(go_on)
-        else:
-            last.set_exception(RuntimeError("the transport was closed"))
+        last = self.submit(later)
         return Pending([lambda: last.result().block()], buffers, lambda: last.result().finish())
 
     def close(self, then: Callable[[], None]) -> None:
