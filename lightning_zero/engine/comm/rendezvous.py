@@ -12,13 +12,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
 
 from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.failures import SAME_UNITS, Watch, failure
 from lightning_zero.engine.comm.process_group import named_store
-
-_Read = TypeVar("_Read")
 
 _CONTEXTS = 3, 16, 64, 256
 """The next gather is expected from this many last ones: from more of them where fewer have been followed by different
@@ -127,26 +124,26 @@ class Rendezvous:
         key, self.meetings = f"meeting/{self.meetings}", self.meetings + 1
         own = _ARRIVAL + zlib.crc32(what.encode())
         self._store.add(key, own)
-        total = self._poll(lambda: self._store.add(key, 0), lambda total: total >= self._size * _ARRIVAL, watch)
+        self._poll(lambda: self._store.add(key, 0) >= self._size * _ARRIVAL, watch)
         if self._rank == 0 and self.meetings > 1:  # all ranks have left the rendezvous before
             self._store.delete_key(f"meeting/{self.meetings - 2}")
-        if total == self._size * own:
+        if self._store.add(key, 0) == self._size * own:
             return [what] * self._size
         keys = [f"{key}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
-        self._poll(lambda: self._store.check(keys), bool, watch)
+        self._poll(lambda: self._store.check(keys), watch)
         return [each.decode() for each in self._store.multi_get(keys)]
 
-    def _poll(self, read: Callable[[], _Read], is_last: Callable[[_Read], bool], watch: Watch) -> _Read:
-        """Read the store until the value is the last one, and return it.
+    def _poll(self, is_complete: Callable[[], bool], watch: Watch) -> None:
+        """Read the store until it is complete.
 
         The store is polled, since a wait in the store would not end when a rank ends.
         """
         deadline, pause = time.monotonic() + self._timeout, 1e-4
         while True:
             gone = watch.gone  # before the store is read, since a rank may arrive and then end
-            if is_last(value := read()):
-                return value
+            if is_complete():
+                return
             if failure() is not None or gone:
                 raise RuntimeError(f"the program has ended on rank(s) {gone}")
             if time.monotonic() > deadline:

@@ -23,6 +23,7 @@ from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters
 from lightning_zero.engine.comm.failures import explained, waits_for
 from lightning_zero.engine.comm.process_group import ProcessGroup
+from lightning_zero.engine.comm.transport import Pending
 from lightning_zero.engine.compat import assert_on_device, keystr, tree_leaves_with_path
 from lightning_zero.engine.plan.share import Share
 
@@ -220,12 +221,7 @@ class ActivationParts:
                 for into, part in ((marks, mark.view(1)), (flat, own))
             ]
 
-        waits = waits_for(works, are_of_gloo=flat.device.type == "cpu")
-
-        def wait() -> None:
-            with self._tensor.control.waiting(_GATHER):
-                for each in waits:
-                    each()
+        def check() -> None:
             are_alike = (marks == marks[0]).all()
             if marks.device.type != "cpu":
                 assert_on_device(are_alike)
@@ -235,7 +231,9 @@ class ActivationParts:
                     "ranks in the first forward, but now differ, as with sequence parallelism. Leave out this option."
                 )
 
-        return wait
+        pending = Pending(waits_for(works, are_of_gloo=flat.device.type == "cpu"), [flat, own], check)
+        pending.waiting = self._tensor.control.waiting(_GATHER)
+        return pending.wait
 
 
 def mark_of(tensor: Tensor) -> Tensor:

@@ -290,12 +290,9 @@ class Bucket:
         with stream:
             gathered = gather()
             self._left = left = stream.record_event()
-
-        def finish() -> None:
-            gathered.wait()
-            torch.accelerator.current_stream(device).wait_event(left)
-
-        return Pending([], [own], finish)
+        gathered.waits.append(lambda: torch.accelerator.current_stream(device).wait_event(left))
+        gathered.buffers.append(own)
+        return gathered
 
     def wait(self) -> None:
         """Wait for ``part`` and, if its gather has begun, for ``full``; both then contain the last update's result."""
