@@ -153,18 +153,19 @@ class Levels(Transport):
     def all_gather(self, full: Tensor, bounds: Bounds) -> Pending:
         column = bounds[self._first : self._first + self._machines + 1]
         first = self._across.all_gather(full[column[0] : column[-1]], from_0(column))
-
-        def later() -> Pending:
-            first.wait()
-            return self._within.all_gather(full, bounds[:: self._machines])
-
-        return self._gathers.start(later, first.buffers)
+        return _in_two_halves(self._gathers, first, lambda _: self._within.all_gather(full, bounds[:: self._machines]))
 
     def reduce_scatter(self, flat: Tensor, bounds: Bounds, codec: Codec) -> Pending:
         slices = from_0(bounds[self._first : self._first + self._machines + 1])
         first = self._within.reduce_scatter(flat, bounds[:: self._machines], Cast(flat.dtype))
-        return self._reductions.start(lambda: self._across.reduce_scatter(first.wait(), slices, codec), first.buffers)
+        return _in_two_halves(self._reductions, first, lambda part: self._across.reduce_scatter(part, slices, codec))
 
     def close(self) -> None:
         # second halves that have not started yet still use the inner transport
         self._gathers.close(lambda: self._reductions.close(self._within.close))
+
+
+def _in_two_halves(chain: Chain, first: Pending, begin_second: Callable[[Any], Pending]) -> Pending:
+    """Let a thread wait for the first half of a collective, and begin the second half with its result."""
+    second = chain.submit(lambda: begin_second(first.wait()))
+    return Pending([lambda: second.result().block()], first.buffers, lambda: second.result().finish())

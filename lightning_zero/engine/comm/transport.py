@@ -212,7 +212,7 @@ class Transport(ABC):
 
 
 class Chain:
-    """Does later steps of collectives in a background thread, in the order of ``start``, which all ranks share.
+    """Calls functions in a background thread, in the order of ``submit``, which all ranks share.
 
     The thread is a daemon, not an executor's thread: it waits for other ranks, and must not keep the interpreter from
     exiting.
@@ -226,7 +226,7 @@ class Chain:
         self._end.atexit = False
 
     def submit(self, act: Callable[[], Any]) -> Future[Any]:
-        """Let the thread call a function."""
+        """Let the thread call a function, such as a later step of a collective."""
         done: Future[Any] = Future()
 
         def go_on() -> None:
@@ -243,15 +243,6 @@ class Chain:
         else:
             done.set_exception(RuntimeError("the transport was closed"))
         return done
-
-    def start(self, later: Callable[[], Pending], buffers: list[Tensor]) -> Pending:
-        """Let the thread call ``later``, which waits for the first steps of a collective, and starts the last one.
-
-        Args:
-            buffers: the tensors that the collective reads and writes.
-        """
-        last = self.submit(later)
-        return Pending([lambda: last.result().block()], buffers, lambda: last.result().finish())
 
     def close(self, then: Callable[[], None]) -> None:
         """End the thread, once all that was started has been done or failed, and ``then`` was called.

@@ -130,7 +130,7 @@ class CrossMemoryTransport(Transport):
         messages = [bytes_of(each) if is_small else _ADDRESS.pack(each.data_ptr()) for each in sources]
         key = self.small.send(tag, messages)
 
-        def exchange() -> Pending:
+        def exchange() -> None:
             for position, message in enumerate(self.small.receive(key)):
                 if is_small:
                     take(position, partial(_copy, message))
@@ -145,9 +145,8 @@ class CrossMemoryTransport(Transport):
             if not is_small:
                 self.small.receive((~tag, key[1]))
             del buffers[1:]  # all ranks have read
-            return Pending([], [], lambda: result)
 
-        return Pending([exchange], buffers, lambda: result) if is_small else chain.start(exchange, buffers)
+        return Pending([exchange if is_small else chain.submit(exchange).result], buffers, lambda: result)
 
     def sever(self, reason: str) -> None:
         """Make all exchanges in flight and all new exchanges fail, here and on the peers."""
