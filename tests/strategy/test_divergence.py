@@ -263,8 +263,8 @@ def test_a_slow_rank_is_waited_for(run_on):
 @little_patience()
 def be_slow_to_transfer():
     """All ranks wait, and for different collectives, but each has begun both: the transfers take long."""
-    watch = Engine(Forked(both), stage=3, units=is_block).communicator.control.watch
-    gathers = [watch.waiting("the gather of unit 'a'"), watch.waiting("the gather of unit 'b'")]
+    control = Engine(Forked(both), stage=3, units=is_block).communicator.control
+    gathers = [control.waiting("the gather of unit 'a'"), control.waiting("the gather of unit 'b'")]
     with gathers[rank() % 2]:
         time.sleep(3 * PATIENCE)
     dist.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from lightning_zero.engine.comm.backend_transport import BackendTransport, Level
 from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters
 from lightning_zero.engine.comm.cross_memory.exchange import connect
-from lightning_zero.engine.comm.failures import Watch, explained, waits_for
+from lightning_zero.engine.comm.failures import Notices, explained, notices, waits_for
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
@@ -176,7 +177,7 @@ class Communicator:
             self._ranks = process_group.ranks_of(self.group)
             self.timeout = process_group.timeout_of(self.group, device)
             self._meet(process_group.default_group() if self.tensor.size > 1 else self.group, simulation)
-        self.rendezvous = Rendezvous(self.everyone, self.name, self.timeout)
+        self.rendezvous = Rendezvous(self.everyone, self.timeout)
         if self.size > 1:
             topology, groups, is_gloo_on_cpu = self._arrange(shard_within, simulation)
             self._choose_transports(topology, groups, is_gloo_on_cpu, simulation)
@@ -185,7 +186,7 @@ class Communicator:
         """Make the control planes, and agree with real ranks on the engine's name. Collective."""
         all_ranks, rank = process_group.ranks_of(everywhere), process_group.rank(everywhere)
         has_cpu = process_group.serves_cpu(everywhere)
-        watch: Watch | None = None
+        own: Notices | None = None
 
         def control(
             ranks: Sequence[int], rank: int, group: ProcessGroup, groups: Sequence[Sequence[int]]
@@ -193,7 +194,7 @@ class Communicator:
             if simulation is not None:
                 return ControlPlane(self.counters, ranks, rank)
             on_cpu = group if has_cpu else self._new_group("gloo", groups)
-            return ControlPlane(self.counters, ranks, rank, on_cpu, group, watch)
+            return ControlPlane(self.counters, ranks, rank, on_cpu, group, own, self.name)
 
         self.everyone = self.control = control(all_ranks, rank, everywhere, [all_ranks])
         if simulation is None and not process_group.is_fake(everywhere):
@@ -202,7 +203,9 @@ class Communicator:
                 (number,) = self.everyone.numbers_of(0, [next(_communicators)], "the name of the engine")
             self.counters.clear()  # the communicator has only just been made: this exchange does not count
             self.name = f"{all_ranks[0]}/{number}"
-            self.everyone.watch = watch = Watch(self.name, all_ranks)
+            own = notices(collective=len(all_ranks) == process_group.world_size())
+            own.begun[self.name] = Counter()
+            self.everyone.notices, self.everyone.name = own, self.name
         if self.tensor.size > 1:
             tensor = self.tensor
             tensor.control = control(process_group.ranks_of(tensor.group), tensor.rank, tensor.group, tensor.groups)
@@ -303,7 +306,7 @@ class Communicator:
         """
         works = []
         for source, (start, stop) in enumerate(ranges):
-            if stop > start and self.control.watch is not None:
+            if stop > start and self.name:
                 part = flat[start:stop]
                 self.counters.add("control", part.numel(), part.nbytes)
                 sent = part.view(torch.uint8)  # backends lack dtypes
@@ -345,12 +348,12 @@ class Communicator:
         process_group.end_waits(self._own_groups)
 
     def close(self) -> None:
-        """Close the rendezvous, the transports and the watch, and destroy the groups that this object created."""
+        """Close the rendezvous and the transports, and destroy the groups that this object created."""
         self.rendezvous.close()
-        if self.everyone.watch is not None:
+        if self.everyone.notices is not None:
             for collectives in self._along.values():
                 collectives.close()
-            self.everyone.watch.close()
+            self.everyone.notices.begun.pop(self.name, None)  # no other rank waits for its collectives any more
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # the group may have failed, or already be destroyed
                     process_group.destroy(self._own_groups.pop())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_zero.engine.comm.counters import Counters
 from lightning_zero.engine.comm.cross_memory.small_messages import CONTROL_TAG, SmallMessages, bytes_of
-from lightning_zero.engine.comm.failures import Watch
+from lightning_zero.engine.comm.failures import Notices
 from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_objects, broadcast_coalesced
 
 MESSAGE_BYTES = 2**25
@@ -39,7 +39,8 @@ class ControlPlane:
     Attributes:
         size: the number of ranks.
         counters: count what is sent.
-        watch: turns failures and deadlocks during waits into errors; None if no other process exists.
+        notices: turns failures and deadlocks during waits into errors; None if no other process exists.
+        name: the engine's name, the same on every rank and new for each engine; empty if no other process exists.
         small: a faster channel for ``any_rank`` and ``gather_numbers`` between ranks of one machine, or None.
     """
 
@@ -50,24 +51,31 @@ class ControlPlane:
         rank: int = 0,
         group: ProcessGroup | None = None,
         on_device: ProcessGroup | None = None,
-        watch: Watch | None = None,
+        notices: Notices | None = None,
+        name: str = "",
     ) -> None:
         self.ranks, self.rank, self.size = ranks, rank, len(ranks)
-        self.watch, self.counters = watch, counters
+        self.notices, self.name, self.counters = notices, name, counters
         self.small: SmallMessages | None = None
         self._group, self._on_device = group, on_device
 
     def waiting(
         self, what: str, members: Sequence[int] | None = None, *, everyone: bool = True
     ) -> AbstractContextManager[None]:
-        """Context in which this rank waits for other ranks of the group; see ``Watch.waiting``.
+        """Context in which this rank waits for other ranks of the group; see ``Notices.waiting``.
 
         Args:
             members: the ranks among which the collective takes place, as numbered in the default group; by default all.
         """
-        if self.watch is None:
+        if self.notices is None:
             return nullcontext()
-        return self.watch.waiting(what, members or self.ranks, everyone=everyone)
+        return self.notices.waiting(self.name, what, members or self.ranks, everyone=everyone)
+
+    @property
+    def gone(self) -> list[int]:
+        """The ranks, as numbered in the group, whose processes have ended."""
+        ended = self.notices.gone if self.notices is not None else ()
+        return [place for place, rank in enumerate(self.ranks) if rank in ended]
 
     @property
     def _is_alone(self) -> bool:

@@ -67,7 +67,7 @@ class Wait(NamedTuple):
     what: str
     ordinal: int
     members: Sequence[int]
-    since: float
+    since: float = 0.0
 
 
 class Notices:
@@ -75,7 +75,7 @@ class Notices:
 
     Attributes:
         gone: ranks whose processes have ended.
-        begun: counts the collectives that this rank has begun, by engine and name.
+        begun: counts the collectives that this rank has begun, by engine and name, until the engine is closed.
         wait: what this rank waits for now, or None.
     """
 
@@ -88,7 +88,7 @@ class Notices:
         self.is_closed = False
         self._earlier = getattr(sys, "last_value", None)  # of an earlier cell, in a notebook
         self._noted: Wait | None = None
-        self._rank, self._size = process_group.rank(), process_group.world_size()
+        self._rank, self._size, self._process = process_group.rank(), process_group.world_size(), os.getpid()
         self._failed_together = 0  # how often all ranks have failed at the same time
         store: Any = process_group.default_store()
         # another connection, since a wait of the main thread in the store would block the timer
@@ -143,6 +143,50 @@ class Notices:
         """Wait for threads before the interpreter exits: an exit during their calls of C++ would be an abort."""
         for thread in threads:
             thread.join(timeout=2)
+
+    # -- waits ----------------------------------------------------------------------------------------------------
+
+    def waiting(
+        self, engine: str, what: str, members: Sequence[int], *, everyone: bool = True
+    ) -> AbstractContextManager[None]:
+        """Count a collective that begins now, and return the context in which this rank waits for the others.
+
+        Args:
+            engine, what: names for the engine and the collective, the same on every rank.
+            members: the ranks among which it takes place, as numbered in the default group.
+            everyone: whether every member takes part.
+
+        Raises:
+            RuntimeError: at once in a forked process, whose connections to the other ranks belong to its parent. And in
+                the context if the code inside raises a RuntimeError, unless that says that memory ran out. The new
+                error gives the reason if it is known: which rank failed, or which ranks are in a deadlock.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{what} requires every rank, but this is a forked process, such as a DataLoader's worker, which "
+                "cannot communicate with the other ranks. Set num_workers=0; or, before the worker starts, copy the "
+                "values on every rank: with lightning_zero.full_parameters(module): copy = parameter.detach().clone()."
+            )
+        begun = self.begun.get(engine, Counter())  # no rank waits any more for the collectives of a closed engine
+        begun[what] += everyone
+        return self._waiting(Wait(engine, what, begun[what] if everyone else 0, members))
+
+    @contextmanager
+    def _waiting(self, wait: Wait) -> Iterator[None]:
+        outer, self.wait = self.wait, wait._replace(since=time.monotonic())
+        try:
+            with explained(wait.what, _BLAME):
+                yield
+        finally:
+            self._end_wait(outer)
+
+    def _end_wait(self, outer: Wait | None) -> None:
+        """End this rank's wait, and continue with the outer one."""
+        self.wait = outer
+        if self._noted is not None:
+            self._noted = None
+            with suppress(RuntimeError):  # the process with the store may have ended
+                self._store.set(f"note/{self._rank}", "")
 
     # -- the store --------------------------------------------------------------------------------------------------
 
@@ -242,14 +286,6 @@ class Notices:
             if all(notes) and notes == self._store.multi_get(keys):  # between the two reads, every rank was waiting
                 self._look_for_deadlock([json.loads(note) for note in notes])
 
-    def end_wait(self, outer: Wait | None) -> None:
-        """End this rank's wait, and continue with the outer one."""
-        self.wait = outer
-        if self._noted is not None:
-            self._noted = None
-            with suppress(RuntimeError):  # the process with the store may have ended
-                self._store.set(f"note/{self._rank}", "")
-
     def _look_for_deadlock(self, notes: list[tuple[Any, dict[str, dict[str, int]]]]) -> None:
         """Fail if ranks cannot go on, given each rank's wait and the numbers of collectives that it has begun."""
 
@@ -288,64 +324,6 @@ def notices(*, collective: bool = True) -> Notices:
     if collective:
         _notices[0].make_ring()
     return _notices[0]
-
-
-class Watch:
-    """Registers one engine's waits for other ranks, so that failures and deadlocks end them.
-
-    Args:
-        name: the engine's name, the same on every rank and new for each engine.
-        members: all ranks of the engine, as numbered in the default group.
-    """
-
-    def __init__(self, name: str, members: Sequence[int]) -> None:
-        self._name, self._members = name, members
-        self._notices = notices(collective=len(members) == process_group.world_size())
-        self._begun = self._notices.begun.setdefault(name, Counter())
-        self._process = os.getpid()
-
-    def waiting(
-        self, what: str, members: Sequence[int] | None = None, *, everyone: bool = True
-    ) -> AbstractContextManager[None]:
-        """Count a collective that begins now, and return the context in which this rank waits for the others.
-
-        Args:
-            what: a name for the collective, the same on every rank.
-            members: the ranks among which it takes place, as numbered in the default group; by default all.
-            everyone: whether every member takes part.
-
-        Raises:
-            RuntimeError: at once in a forked process, whose connections to the other ranks belong to its parent. And in
-                the context if the code inside raises a RuntimeError, unless that says that memory ran out. The new
-                error gives the reason if it is known: which rank failed, or which ranks are in a deadlock.
-        """
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"{what} requires every rank, but this is a forked process, such as a DataLoader's worker, which "
-                "cannot communicate with the other ranks. Set num_workers=0; or, before the worker starts, copy the "
-                "values on every rank: with lightning_zero.full_parameters(module): copy = parameter.detach().clone()."
-            )
-        self._begun[what] += everyone
-        return self._waiting(what, self._begun[what] if everyone else 0, members or self._members)
-
-    @contextmanager
-    def _waiting(self, what: str, ordinal: int, members: Sequence[int]) -> Iterator[None]:
-        outer = self._notices.wait
-        self._notices.wait = Wait(self._name, what, ordinal, members, time.monotonic())
-        try:
-            with explained(what, _BLAME):
-                yield
-        finally:
-            self._notices.end_wait(outer)
-
-    @property
-    def gone(self) -> list[int]:
-        """The positions among the members of those whose processes have ended."""
-        return [position for position, rank in enumerate(self._members) if rank in self._notices.gone]
-
-    def close(self) -> None:
-        """Forget the engine's collectives, for which no other rank waits any more."""
-        self._notices.begun.pop(self._name, None)
 
 
 def failure() -> str | None:

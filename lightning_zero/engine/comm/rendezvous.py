@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from lightning_zero.engine.comm.control_plane import ControlPlane
-from lightning_zero.engine.comm.failures import SAME_UNITS, Watch, failure
+from lightning_zero.engine.comm.failures import SAME_UNITS, failure
 from lightning_zero.engine.comm.process_group import named_store
 
 _CONTEXTS = 3, 16, 64, 256
@@ -38,7 +38,6 @@ class Rendezvous:
 
     Args:
         everyone: the control plane of these ranks.
-        name: identifies the ranks' communicator on every rank.
         timeout: how long a rank waits for the others.
 
     Attributes:
@@ -49,8 +48,8 @@ class Rendezvous:
             no rank is absent.
     """
 
-    def __init__(self, everyone: ControlPlane, name: str, timeout: timedelta) -> None:
-        self._rank, self._size, self._watch = everyone.rank, everyone.size, everyone.watch
+    def __init__(self, everyone: ControlPlane, timeout: timedelta) -> None:
+        self._everyone, self._rank, self._size = everyone, everyone.rank, everyone.size
         self.is_closed = False
         self.absent: list[int] = []
         self.announce: Callable[[int], object] | None = None
@@ -59,8 +58,8 @@ class Rendezvous:
         self._last: tuple[int, ...] = ()  # the buckets gathered last
         self._next: dict[tuple[int, ...], int] = {}  # by the buckets gathered last: the next one on every rank
         self._timeout = timeout.total_seconds()
-        if self._watch is not None:
-            self._store = named_store(f"lightning_zero/rendezvous/{name}")
+        if everyone.name:
+            self._store = named_store(f"lightning_zero/rendezvous/{everyone.name}")
 
     def meet(self, what: str, advice: str = _SAME_LINES) -> None:
         """Wait until every rank has called this method with the same argument.
@@ -73,8 +72,7 @@ class Rendezvous:
             RuntimeError: if another rank passes a different operation, has ended, does not call this method in time,
                 is in a deadlock with this rank, or if this process is a fork of a rank's process.
         """
-        watch = self._watch
-        if watch is None or self._is_met:
+        if not self._everyone.name or self._is_met:
             return
         self.require_all(what)
         if self.is_closed:
@@ -84,8 +82,8 @@ class Rendezvous:
                 "module on all ranks: the call unshards the module first. Or create a new module, and load a "
                 "checkpoint. Make copies on every rank: a copy made on only some ranks stays sharded."
             )
-        with watch.waiting(f"the rendezvous for {what}"):
-            asked = self._exchange(what, watch)
+        with self._everyone.waiting(f"the rendezvous for {what}"):
+            asked = self._exchange(what)
         if different := [rank for rank, other in enumerate(asked) if other != what]:
             raise RuntimeError(
                 f"Rank {self._rank} needs every rank for {what}, since each rank holds only a shard, but rank(s) "
@@ -101,7 +99,7 @@ class Rendezvous:
         Raises:
             RuntimeError: as for ``meet``.
         """
-        if self._watch is None or self._is_met or self.absent:  # one rank announces the gathers to the absent ranks
+        if not self._everyone.name or self._is_met or self.absent:  # one rank announces the gathers to the absent ranks
             return
         for length in _CONTEXTS:
             context = self._last[-length:]
@@ -115,7 +113,7 @@ class Rendezvous:
             self._next[context] = bucket if expected is None or is_longest else _UNCLEAR
         self._last = (*self._last[1 - _CONTEXTS[-1] :], bucket)
 
-    def _exchange(self, what: str, watch: Watch) -> list[str]:
+    def _exchange(self, what: str) -> list[str]:
         """Wait for the other ranks, and return what each has passed.
 
         Ranks add up their arrivals and checksums, so that requests and values do not grow with the number of ranks.
@@ -124,24 +122,24 @@ class Rendezvous:
         key, self.meetings = f"meeting/{self.meetings}", self.meetings + 1
         own = _ARRIVAL + zlib.crc32(what.encode())
         self._store.add(key, own)
-        self._poll(lambda: self._store.add(key, 0) >= self._size * _ARRIVAL, watch)
+        self._poll(lambda: self._store.add(key, 0) >= self._size * _ARRIVAL)
         if self._rank == 0 and self.meetings > 1:  # all ranks have left the rendezvous before
             self._store.delete_key(f"meeting/{self.meetings - 2}")
         if self._store.add(key, 0) == self._size * own:
             return [what] * self._size
         keys = [f"{key}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
-        self._poll(lambda: self._store.check(keys), watch)
+        self._poll(lambda: self._store.check(keys))
         return [each.decode() for each in self._store.multi_get(keys)]
 
-    def _poll(self, is_complete: Callable[[], bool], watch: Watch) -> None:
+    def _poll(self, is_complete: Callable[[], bool]) -> None:
         """Read the store until it is complete.
 
         The store is polled, since a wait in the store would not end when a rank ends.
         """
         deadline, pause = time.monotonic() + self._timeout, 1e-4
         while True:
-            gone = watch.gone  # before the store is read, since a rank may arrive and then end
+            gone = self._everyone.gone  # before the store is read, since a rank may arrive and then end
             if is_complete():
                 return
             if failure() is not None or gone:
@@ -183,4 +181,4 @@ class Rendezvous:
 
     def close(self) -> None:
         """Close the rendezvous, and forget absent ranks, which a failed run may have left set."""
-        self.is_closed, self.absent, self.announce = self._watch is not None, [], None
+        self.is_closed, self.absent, self.announce = bool(self._everyone.name), [], None
