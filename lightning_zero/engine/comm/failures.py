@@ -67,7 +67,7 @@ class Wait(NamedTuple):
     what: str
     ordinal: int
     members: Sequence[int]
-    since: float = 0.0
+    since: float
 
 
 class Notices:
@@ -144,7 +144,7 @@ class Notices:
         for thread in threads:
             thread.join(timeout=2)
 
-    # -- waits ----------------------------------------------------------------------------------------------------
+    # -- waits ------------------------------------------------------------------------------------------------------
 
     def waiting(
         self, engine: str, what: str, members: Sequence[int], *, everyone: bool = True
@@ -169,24 +169,20 @@ class Notices:
             )
         begun = self.begun.get(engine, Counter())  # no rank waits any more for the collectives of a closed engine
         begun[what] += everyone
-        return self._waiting(Wait(engine, what, begun[what] if everyone else 0, members))
+        return self._waiting(engine, what, begun[what] if everyone else 0, members)
 
     @contextmanager
-    def _waiting(self, wait: Wait) -> Iterator[None]:
-        outer, self.wait = self.wait, wait._replace(since=time.monotonic())
+    def _waiting(self, engine: str, what: str, ordinal: int, members: Sequence[int]) -> Iterator[None]:
+        outer, self.wait = self.wait, Wait(engine, what, ordinal, members, time.monotonic())
         try:
-            with explained(wait.what, _BLAME):
+            with explained(what, _BLAME):
                 yield
         finally:
-            self._end_wait(outer)
-
-    def _end_wait(self, outer: Wait | None) -> None:
-        """End this rank's wait, and continue with the outer one."""
-        self.wait = outer
-        if self._noted is not None:
-            self._noted = None
-            with suppress(RuntimeError):  # the process with the store may have ended
-                self._store.set(f"note/{self._rank}", "")
+            self.wait = outer
+            if self._noted is not None:
+                self._noted = None
+                with suppress(RuntimeError):  # the process with the store may have ended
+                    self._store.set(f"note/{self._rank}", "")
 
     # -- the store --------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,6 @@ class CrossMemoryTransport(Transport):
 
     def __init__(self, rank: int, peers: list[tuple[int, int, socket.socket]], timeout: timedelta) -> None:
         self._rank, self._process = rank, os.getpid()
-        self._ranks = [other for other, _, _ in peers]
         self._processes = [process for _, process, _ in peers]
         self.small = SmallMessages([(other, line) for other, _, line in peers], timeout)
         # Gathers may not wait for reductions, since ranks may begin the two in different orders.
@@ -77,9 +76,9 @@ class CrossMemoryTransport(Transport):
         """Fill ``slices`` with those of the other ranks, while the other ranks read this rank's slice."""
 
         def take(position: int, read: _Reader) -> None:
-            read(slices[self._ranks[position]], 0)
+            read(slices[self.small.ranks[position]], 0)
 
-        sources = [slices[self._rank]] * len(self._ranks)
+        sources = [slices[self._rank]] * len(self.small.ranks)
         return self._exchange(GATHER_TAG, self._gathers, sources, take, list(slices), is_small)
 
     def reduce(self, own: Tensor, sent: Sequence[Tensor], is_small: bool = False) -> Pending:
@@ -107,7 +106,7 @@ class CrossMemoryTransport(Transport):
                 if position == own_follows:
                     part.add_(mine)
 
-        sources = [sent[rank] for rank in self._ranks]
+        sources = [sent[rank] for rank in self.small.ranks]
         return self._exchange(REDUCE_TAG, self._reductions, sources, take, [total, own, *sent], is_small)
 
     def _exchange(
@@ -140,7 +139,7 @@ class CrossMemoryTransport(Transport):
                 except OSError as error:
                     raise RuntimeError(str(error)) from error
                 if self.small.has_ended(position):  # what was read may be invalid
-                    raise RuntimeError(f"rank {self._ranks[position]} closed the connection")
+                    raise RuntimeError(f"rank {self.small.ranks[position]} closed the connection")
                 self.small.post((~tag, key[1]), position)
             if not is_small:
                 self.small.receive((~tag, key[1]))
