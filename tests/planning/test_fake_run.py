@@ -192,6 +192,14 @@ def test_traffic_that_leaves_a_machine_is_planned(options, elements):
     assert fake_run(Net, batch(), ranks=4, accumulate=2, transport="shared memory", **options).leaving_bytes == 0
 
 
+def test_traffic_within_groups_that_span_machines_is_planned():
+    options = {"stage": 3, "shard_within": 4, "accumulate": 2, "unit_numel": 0}
+    run = fake_run(Net, batch(), ranks=8, machines=4, transport="shared memory", **options)
+    within = (4 + 2) / 2  # half of four gathers and two reductions in groups of two machines
+    between = (1 + 1) * 2 / 4 / 2  # half of one of each, for the quarters of both ranks of a machine
+    assert 0.85 * within < run.leaving_bytes / (4 * run.parameters) - between < 1.02 * within
+
+
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_fake_tensors_of_other_precisions_take_as_many_bytes_as_real_tensors(precision):
