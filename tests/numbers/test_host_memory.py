@@ -108,25 +108,26 @@ def measure(case: str) -> dict[str, int]:
     """
     from lightning_zero.engine import Engine
     from lightning_zero.engine.comm.counters import Ledger
-    from lightning_zero.engine.init.bucketing import UnshardedBucket
+    from lightning_zero.engine.init import materialise
+    from lightning_zero.engine.state.bucket import UnshardedBucket
 
     before = peak = anonymous()
     kept: list[Any] = []
-    add, shard = Ledger.add, UnshardedBucket.shard
+    add, shard = Ledger.add, materialise.shard
 
     def look(self: Ledger, *args: Any) -> None:
         nonlocal peak
         peak = max(peak, anonymous())
         add(self, *args)
 
-    def keep(self: UnshardedBucket, sources: Any) -> Any:
+    def keep(unsharded: UnshardedBucket, sources: Any) -> Any:
         # so that the file stays mapped until its pages are counted
         kept.extend(source.values.detach() for source in sources if source.everywhere or case == "mapped")
-        return shard(self, sources)
+        return shard(unsharded, sources)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "add", look)
-        patch.setattr(UnshardedBucket, "shard", keep)
+        patch.setattr(materialise, "shard", keep)
         module = CASES[case]()
         peak = max(peak, anonymous())
         engine = Engine(module, stage=3)

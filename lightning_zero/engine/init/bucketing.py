@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from typing import Any, Literal, NamedTuple
@@ -17,12 +16,11 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.transport import Codec, Quantised
 from lightning_zero.engine.config import LOW_PRECISION, EngineConfig
 from lightning_zero.engine.init.sources import Source
-from lightning_zero.engine.offload import DiskStates, Swap
+from lightning_zero.engine.offload import Swap
 from lightning_zero.engine.optim.compatibility import check_not_divided, kept_whole
 from lightning_zero.engine.plan.layout import BucketLayout, Placements, balanced_owners
 from lightning_zero.engine.plan.units import Owner, UnitPlan
-from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
-from lightning_zero.engine.state.buffer import without_memory
+from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets, UnshardedBucket
 from lightning_zero.engine.state.extensions import Extension
 from lightning_zero.engine.state.residency import Medium, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
@@ -43,76 +41,37 @@ EXEMPT_NUMEL = 65536
 """Gradients of parameters with fewer elements, or fewer than two dimensions, are sent uncompressed."""
 
 
-@dataclass(eq=False)
-class UnshardedBucket:
-    """A bucket before sharding: its parameters, in the order of the layout.
-
-    Attributes:
-        gradient_codec: encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
-        extensions: those of the parameters; empty if the parameters are not extended.
-    """
-
-    parameters: list[nn.Parameter]
-    plan: ResidencyPlan
-    number: int
-    unit_name: str
-    shared: SharedByBuckets
-    gradient_codec: Codec | None
-    extensions: Sequence[Extension] = ()
-
-    def __post_init__(self) -> None:
-        self.layout = self.plan.layout
-        self._states: DiskStates | None = None
-        # Created now, before other buffers take memory: a new tensor takes memory until its storage is emptied.
-        self._full = without_memory(self.layout.padded_numel, self.plan.gathered_dtype, self.plan.device)
-
-    def reserve(self, swap: Swap) -> None:
-        """Reserve disk space for the master weights, if the plan puts them on a disk."""
-        if self.plan.masters is Medium.DISK:
-            self._states = self.plan.reserve(swap, f"{self.unit_name} {self.number}")
-
-    def shard(self, sources: list[Source]) -> Bucket:
-        """Shard the parameters: each becomes a sharded tensor. Collective; must be called only once."""
-        communicator, plan = self.shared.communicator, self.plan
-        flat = torch.empty(self.layout.padded_numel, dtype=self.parameters[0].dtype, device=plan.device)
-        for gap in flat.split_with_sizes(self.layout.sizes())[1::2]:
-            gap.zero_()
-        first, last = (0, len(flat)) if plan.is_replicated else self.layout.own_part
-        for everywhere, group in groupby(zip(self.layout.segments, sources), lambda member: member[1].everywhere):
-            run = list(group)
-            for segment, source in run:
-                begin, end = segment.start, segment.stop
-                if everywhere:  # copy only the range that this rank keeps
-                    begin = min(max(begin, first), end)
-                    end = max(min(end, last), begin)
-                if source.values is not None and (everywhere or communicator.rank == 0):
-                    values = source.values.detach()
-                    flat[begin:end].copy_(flat_range(values, begin - segment.start, end - segment.start))
-            if not everywhere:
-                communicator.control.broadcast(flat[run[0][0].start : run[-1][0].stop])
-                for segment in (segment for segment, _ in run if not segment.share.is_divided):
-                    communicator.tensor.control.broadcast(flat[segment.start : segment.stop])
-        full = self._full
-        if plan.masters is Medium.BUFFER:
-            full = flat
-        elif plan.is_replicated:
-            full.untyped_storage().resize_(full.numel() * full.element_size())
-            if not self.extensions:  # otherwise, the first gather fills it
-                full.copy_(flat)
-        bucket = Bucket(
-            self.parameters,
-            plan,
-            flat,
-            full,
-            self._states,
-            number=self.number,
-            unit_name=self.unit_name,
-            shared=self.shared,
-            gradient_codec=self.gradient_codec,
-            extensions=self.extensions,
-        )
-        make_sharded(bucket, self.parameters)
-        return bucket
+def shard(unsharded: UnshardedBucket, sources: list[Source]) -> Bucket:
+    """Shard a bucket's parameters: each becomes a sharded tensor. Collective; must be called only once."""
+    communicator, plan, full = unsharded.shared.communicator, unsharded.plan, unsharded.full
+    layout = plan.layout
+    flat = torch.empty(layout.padded_numel, dtype=unsharded.parameters[0].dtype, device=plan.device)
+    for gap in flat.split_with_sizes(layout.sizes())[1::2]:
+        gap.zero_()
+    first, last = (0, len(flat)) if plan.is_replicated else layout.own_part
+    for everywhere, group in groupby(zip(layout.segments, sources), lambda member: member[1].everywhere):
+        run = list(group)
+        for segment, source in run:
+            begin, end = segment.start, segment.stop
+            if everywhere:  # copy only the range that this rank keeps
+                begin = min(max(begin, first), end)
+                end = max(min(end, last), begin)
+            if source.values is not None and (everywhere or communicator.rank == 0):
+                values = source.values.detach()
+                flat[begin:end].copy_(flat_range(values, begin - segment.start, end - segment.start))
+        if not everywhere:
+            communicator.control.broadcast(flat[run[0][0].start : run[-1][0].stop])
+            for segment in (segment for segment, _ in run if not segment.share.is_divided):
+                communicator.tensor.control.broadcast(flat[segment.start : segment.stop])
+    if plan.masters is Medium.BUFFER:
+        unsharded.full = flat
+    elif plan.is_replicated:
+        full.untyped_storage().resize_(full.numel() * full.element_size())
+        if not unsharded.extensions:  # otherwise, the first gather fills it
+            full.copy_(flat)
+    bucket = Bucket(unsharded, flat)
+    make_sharded(bucket, unsharded.parameters)
+    return bucket
 
 
 def assign_to_buckets(
@@ -318,7 +277,8 @@ def reserve_disk(swap: Swap, units: Sequence[Sequence[UnshardedBucket]], communi
     error = None
     try:
         for bucket in chain.from_iterable(units):
-            bucket.reserve(swap)
+            if bucket.plan.masters is Medium.DISK:
+                bucket.states = bucket.plan.reserve(swap, f"{bucket.unit_name} {bucket.number}")
     except OSError as raised:
         error = raised
     errors = communicator.everyone.gather_objects(error and (error.errno, error.strerror, error.filename))

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.compat import replaced
-from lightning_zero.engine.init.bucketing import UnshardedBucket
+from lightning_zero.engine.init.bucketing import shard
 from lightning_zero.engine.init.deferred_param import is_on_meta
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.plan.units import UnitPlan
-from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.bucket import Bucket, UnshardedBucket
 from lightning_zero.engine.state.slot import slot_of
 from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.identity import with_attributes
@@ -178,13 +178,14 @@ class Materialiser:
 
     def _shard_unit(self, number: int) -> None:
         for unsharded in self._unsharded[number]:
-            sources = [self._sources[segment.name] for segment in unsharded.layout.segments]
-            for index, parameter in enumerate(unsharded.parameters):
-                if sources[index].is_new:
-                    share = unsharded.layout.segments[index].share
-                    sources[index] = sources[index]._replace(values=share.own(self._room_of(parameter)))
+            sources = []
+            for segment, parameter in zip(unsharded.plan.layout.segments, unsharded.parameters):
+                source = self._sources[segment.name]
+                if source.is_new:
+                    source = source._replace(values=segment.share.own(self._room_of(parameter)))
                     del self._rooms[id(parameter)]
-            self._buckets[number].append(unsharded.shard(sources))
+                sources.append(source)
+            self._buckets[number].append(shard(unsharded, sources))
 
     def _place_buffers(self) -> None:
         """Move all buffers to the device. Those without values get memory that is marked as unset."""

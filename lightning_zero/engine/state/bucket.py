@@ -27,7 +27,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from lightning_zero.engine.compat import keep_version, temporarily_clear_interpr
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.offload import DiskStates, Updates, on_own_stream
 from lightning_zero.engine.plan.mesh import ALL, LOCAL
-from lightning_zero.engine.state.buffer import GatheredBuffer
+from lightning_zero.engine.state.buffer import GatheredBuffer, without_memory
 from lightning_zero.engine.state.extensions import Extension, Scales, encode
 from lightning_zero.engine.state.residency import SHOWN, Medium, NodePart, Residency, ResidencyPlan
 from lightning_zero.engine.tensor.identity import joined, project_class
@@ -71,17 +71,38 @@ class SharedByBuckets(NamedTuple):
     scales: Scales
 
 
+@dataclass(eq=False)
+class UnshardedBucket:
+    """A bucket before sharding.
+
+    Attributes:
+        parameters: the module's own parameters, in the order of the layout.
+        number: the bucket's number among all buckets, the same on every rank.
+        gradient_codec: the codec of gradients sent between machines; None if they are only cast to ``reduce_dtype``.
+        extensions: those of the parameters; empty if values are only cast for ``full``.
+        states: the file of master weights and optimizer states; None if the master weights are in memory.
+        full: the flat buffer, 1-D, in the gathered dtype; without memory unless all values stay gathered at rest.
+    """
+
+    parameters: list[nn.Parameter]
+    plan: ResidencyPlan
+    number: int
+    unit_name: str
+    shared: SharedByBuckets
+    gradient_codec: Codec | None
+    extensions: Sequence[Extension]
+    states: DiskStates | None = None
+
+    def __post_init__(self) -> None:
+        # Created now, before other buffers take memory: a new tensor takes memory until its storage is emptied.
+        self.full = without_memory(self.plan.layout.padded_numel, self.plan.gathered_dtype, self.plan.device)
+
+
 class Bucket:
     """Parameters of one unit with the same dtype and ``requires_grad``, one after another in a flat buffer.
 
     Args:
-        parameters: the module's own parameters, in the order of the layout.
         flat: the values of all parameters, 1-D; ``full`` itself if the plan keeps the master weights there.
-        full: the flat buffer, 1-D, in the gathered dtype; without memory unless all values stay gathered at rest.
-        states: the file of master weights and optimizer states; None if the master weights are in memory.
-        number: the bucket's number among all buckets, the same on every rank.
-        gradient_codec: the codec of gradients sent between machines; None if they are only cast to ``reduce_dtype``.
-        extensions: those of the parameters; empty if values are only cast for ``full``.
 
     Attributes:
         part: the values that gathers start from if each machine has all parameters; None if gathers start from the
@@ -96,24 +117,11 @@ class Bucket:
         awaits_refresh: whether ``hooks_after_update`` are running, before ``refresh`` gathers the update's result.
     """
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        plan: ResidencyPlan,
-        flat: Tensor,
-        full: Tensor,
-        states: DiskStates | None,
-        *,
-        number: int,
-        unit_name: str,
-        shared: SharedByBuckets,
-        gradient_codec: Codec | None,
-        extensions: Sequence[Extension] = (),
-    ) -> None:
-        self.gradient_codec = gradient_codec
-        self.full, self.unit_name, self._number = full, unit_name, number
-        self.communicator, self.streams, self.ledger, self.phases, updates, self.scales = shared
-        self._keep(flat, plan, states)
+    def __init__(self, unsharded: UnshardedBucket, flat: Tensor) -> None:
+        plan, parameters, full = unsharded.plan, unsharded.parameters, unsharded.full
+        self.full, self.unit_name, self._number = full, unsharded.unit_name, unsharded.number
+        self.communicator, self.streams, self.ledger, self.phases, updates, self.scales = unsharded.shared
+        self._keep(flat, plan, unsharded.states)
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if plan.is_offloaded else None
@@ -122,8 +130,8 @@ class Bucket:
         self._is_kept = False  # whether user code had a tensor over ``full`` when the last update began
         self.is_replicated, self._is_left = plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
-        self.extensions = extensions
-        if extensions:
+        self.gradient_codec, self.extensions = unsharded.gradient_codec, unsharded.extensions
+        if self.extensions:
             self.scales.add(self)
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
         self._pending: list[Pending] = []  # the running gather, if there is one
