@@ -14,9 +14,9 @@ from lightning_zero.engine import compatibility, deferred_param, quantised_layer
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load a state dict, also with the scales of quantised layers."""
     state, scales = quantised_layers.take_scales(module, state)
-    with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
+    with deferred_param.taking_values(module, deferred_param.is_deferred) as stand_ins:
         module.load_state_dict(state, strict=strict)
-    deferred_param.give_values(targets, wait=True)
+    deferred_param.give_values(stand_ins, wait=True)
     quantised_layers.load_scales(scales)
 
 

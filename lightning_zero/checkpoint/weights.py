@@ -67,7 +67,7 @@ def load_weights(
     state = _read(Path(path))
     state, scales = quantised_layers.take_scales(module, state)
     try:
-        targets, keys = _taken(module, state, strict)
+        stand_ins, keys = _taken(module, state, strict)
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit. Nothing was loaded. {error}") from error
     if state and len(keys.unexpected_keys) == len(state):
@@ -76,27 +76,27 @@ def load_weights(
         )
     if quantize is not None:  # only now, so that a file that does not fit changes nothing
         quantised_layers.replace_linear_layers(module, quantize, state)
-        targets, _ = _taken(module, state, strict=False)
-    deferred_param.give_values(targets, wait=deferred_param.may_values_wait())
+        stand_ins, _ = _taken(module, state, strict=False)
+    deferred_param.give_values(stand_ins, wait=deferred_param.may_values_wait())
     quantised_layers.load_scales(scales)
     return keys
 
 
 def _taken(
     module: nn.Module, state: dict[str, Tensor], strict: bool
-) -> tuple[list[deferred_param.LoadTarget], compat.IncompatibleKeys]:
+) -> tuple[dict[str, deferred_param.StandIn], compat.IncompatibleKeys]:
     """Note which values tensors would receive, and which names are in the file or the module only."""
-    with deferred_param.taking_values(module, lambda tensor: True) as targets:
+    with deferred_param.taking_values(module, lambda tensor: True) as stand_ins:
 
         def leave_out_tied(_: nn.Module, keys: compat.IncompatibleKeys) -> None:
             """Remove names of parameters that have received values under another name."""
-            filled = {id(target.stand_in) for target in targets if target.stand_in.taken is not None}
+            filled = {id(stand_in) for stand_in in stand_ins.values() if stand_in.taken is not None}
             named = module.state_dict(keep_vars=True)  # with all names of tied parameters
             keys.missing_keys[:] = [name for name in keys.missing_keys if id(named.get(name)) not in filled]
 
         hook = module.register_load_state_dict_post_hook(leave_out_tied)
         try:
-            return targets, module.load_state_dict(state, strict=strict)
+            return stand_ins, module.load_state_dict(state, strict=strict)
         finally:
             hook.remove()
 

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,27 +107,19 @@ def may_values_wait() -> bool:
     return _may_wait.get()
 
 
-class _StandIn(nn.Parameter):
+class StandIn(nn.Parameter):
     """Replaces a tensor while a state dict is loaded, and records the values that would be copied to the tensor."""
 
+    replaces: Tensor
     taken: Tensor | None = None
 
-    def copy_(self, values: Tensor, non_blocking: bool = False) -> _StandIn:
+    def copy_(self, values: Tensor, non_blocking: bool = False) -> StandIn:
         self.taken = values
         return self
 
 
-@dataclass
-class LoadTarget:
-    """A parameter or buffer, its name, and its stand-in during loading."""
-
-    name: str
-    tensor: Tensor
-    stand_in: _StandIn
-
-
 @contextmanager
-def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[list[LoadTarget]]:
+def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[dict[str, StandIn]]:
     """Context in which ``load_state_dict`` records new values for the chosen tensors instead of copying the values.
 
     torch still runs the module's own hooks and checks the state dict, and can reject it before any tensor is changed.
@@ -136,17 +127,18 @@ def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[l
     Args:
         of: returns whether a tensor is chosen.
     """
-    targets = []
+    stand_ins: dict[str, StandIn] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if of(tensor):
             shape_and_dtype = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            targets.append(LoadTarget(name, tensor, _StandIn(shape_and_dtype, requires_grad=False)))
-    with warnings.catch_warnings(), replaced(module, {target.name: target.stand_in for target in targets}):
+            stand_ins[name] = StandIn(shape_and_dtype, requires_grad=False)
+            stand_ins[name].replaces = tensor
+    with warnings.catch_warnings(), replaced(module, dict(stand_ins)):
         warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter in the checkpoint to a meta")
-        yield targets
+        yield stand_ins
 
 
-def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
+def give_values(stand_ins: dict[str, StandIn], *, wait: bool) -> None:
     """Give tensors the values that ``taking_values`` recorded. Nothing is communicated, even for sharded tensors.
 
     Args:
@@ -156,16 +148,16 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
     Raises:
         ValueError: if a tensor that would take values is a DTensor on the meta device.
     """
-    for target in targets:
-        if target.stand_in.taken is not None and is_dtensor(target.tensor) and is_on_meta(target.tensor):
+    for name, stand_in in stand_ins.items():
+        if stand_in.taken is not None and is_dtensor(stand_in.replaces) and is_on_meta(stand_in.replaces):
             raise ValueError(
-                f"'{target.name}' was divided over tensor-parallel ranks on the meta device, and takes no values "
+                f"'{name}' was divided over tensor-parallel ranks on the meta device, and takes no values "
                 "there: make the module outside of torch.device('meta'), and load its weights before "
                 "parallelize_module()."
             )
     with torch.no_grad():
-        for target in targets:
-            tensor, values = target.tensor, target.stand_in.taken
+        for stand_in in stand_ins.values():
+            tensor, values = stand_in.replaces, stand_in.taken
             if values is None:
                 continue
             if not is_deferred(tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -195,21 +196,14 @@ def check_recorded(sources: Mapping[str, Source]) -> None:
 
 
 def _check_alike(everywhere: list[dict[str, tuple[str, Any, Any]]]) -> None:
-    first = {name: kind for name, (kind, *_) in everywhere[0].items()}
-    for rank, theirs in enumerate(everywhere):
-        other = {name: kind for name, (kind, *_) in theirs.items()}
-        for name in (*first, *other):
-            if first.get(name) != other.get(name):
+    described = [[f"{name} is {kind}" for name, (kind, *_) in theirs.items()] for theirs in everywhere]
+    for rank, theirs in enumerate(described):
+        for first, other in zip_longest(described[0], theirs, fillvalue="no further tensor is there"):
+            if first != other:
                 raise ValueError(
-                    f"The module differs between ranks: {name} is {first.get(name, 'missing')} on rank 0 and "
-                    f"{other.get(name, 'missing')} on rank {rank}. Construct the same module, with the same options, "
-                    "on every rank."
+                    f"The module differs between ranks: {first} on rank 0, but {other} on rank {rank}. Construct the "
+                    "same module, with the same options and in the same order, on every rank."
                 )
-        if list(first) != list(other):
-            raise ValueError(
-                f"The module differs between ranks: rank {rank} has the same tensors as rank 0 in a different order. "
-                "Construct the same module on every rank."
-            )
 
 
 # -- tensors that share memory with a parameter ------------------------------------------------------------------------
