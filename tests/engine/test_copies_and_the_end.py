@@ -328,9 +328,10 @@ def write_each_ranks_own(stage, dtype):
     """Local steps (Reptile), Fisher information, perturbed copies: what ranks write to copies may differ."""
     module, reference, optimizer, engine = make(stage, nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).to(dtype))
     inputs = (example() * (1 + rank())).to(dtype)
-    results = []
+    results, kept_copies = [], []
     for model in (module, reference):
         copied = copy.deepcopy(model)
+        kept_copies.append(copied)
         local = torch.optim.SGD(copied.parameters(), lr=0.1, momentum=0.9)
         for _ in range(3):
             local.zero_grad()
@@ -383,6 +384,9 @@ def write_each_ranks_own(stage, dtype):
     for ours, theirs in zip(module.parameters(), reference.parameters()):
         same(ours, theirs)
     engine.close()
+    for ours, theirs in zip(*(each.parameters() for each in kept_copies)):
+        assert type(ours) is nn.Parameter
+        torch.testing.assert_close(ours, theirs)
 
 
 @STAGES

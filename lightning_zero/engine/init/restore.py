@@ -34,10 +34,11 @@ def restore_parameters(
         copies = {name: t for slot in slots for name, t in slot.derived.items() if not t.is_parameter}
         # only those that are alive on all ranks can be gathered
         on_all = set() if alone else set.intersection(*communicator.everyone.gather_objects(set(copies)))
-        whole = [
-            (tensor, tensor.slot.collect(tensor.local).to(device, tensor.dtype, copy=True))
-            for tensor in map(copies.__getitem__, sorted(on_all))
-        ]
+        whole = []
+        for tensor in map(copies.__getitem__, sorted(on_all)):
+            value = tensor.slot.collect(tensor.local)
+            own = tensor.own_values  # asked only now, since other ranks may have none, and take part
+            whole.append((tensor, (value if own is None else own).to(device, tensor.dtype, copy=True)))
         for bucket in buckets:
             if not bucket.parameters:
                 continue  # restored by an earlier call that failed later
