@@ -415,13 +415,15 @@ def accumulate_on_schedule(strategy: str) -> Any:
 
 
 class StartsAnew(Net):
-    """Replaces its optimizers during a run: by calling `configure_optimizers` again, or by assigning new ones."""
+    """Replaces its optimizers during a run: calls `configure_optimizers`, assigns new ones, constructs one anew."""
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             self.trainer.strategy.setup_optimizers(self.trainer)
         elif self.current_epoch == 2:
             self.trainer.optimizers = [SGD(self.parameters(), lr=0.05, momentum=0.9)]
+        elif self.current_epoch == 3:
+            SGD.__init__(self.trainer.optimizers[0], self.parameters(), lr=0.02, momentum=0.8)
 
     def on_train_epoch_end(self) -> None:
         path = shared_folder() / f"{self.current_epoch}.ckpt"

@@ -279,6 +279,8 @@ class Masters:
             vars(optimizer).pop("load_state_dict", None)
             states: States = {}
             if device is not None:
+                if not isinstance(self.states.by_master, StateMapping):  # as after ``optimizer.__init__``
+                    self._adopt_by_parameter()
                 states = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
                 states = {p: _ordinary(p, state) for p, state in states.items()}
             optimizer.state = defaultdict(dict, states)
