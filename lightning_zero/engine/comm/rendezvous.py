@@ -122,26 +122,31 @@ class Rendezvous:
         key, self.meetings = f"meeting/{self.meetings}", self.meetings + 1
         own = _ARRIVAL + zlib.crc32(what.encode())
         self._store.add(key, own)
-        self._poll(lambda: self._store.add(key, 0) >= self._size * _ARRIVAL)
+
+        def sum_of_all() -> int:
+            total = self._store.add(key, 0)
+            return total if total >= self._size * _ARRIVAL else 0
+
+        total = self._poll(sum_of_all)
         if self._rank == 0 and self.meetings > 1:  # all ranks have left the rendezvous before
             self._store.delete_key(f"meeting/{self.meetings - 2}")
-        if self._store.add(key, 0) == self._size * own:
+        if total == self._size * own:
             return [what] * self._size
         keys = [f"{key}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
         self._poll(lambda: self._store.check(keys))
         return [each.decode() for each in self._store.multi_get(keys)]
 
-    def _poll(self, is_complete: Callable[[], bool]) -> None:
-        """Read the store until it is complete.
+    def _poll(self, read: Callable[[], int]) -> int:
+        """Read the store until the value is not 0, and return it.
 
         The store is polled, since a wait in the store would not end when a rank ends.
         """
         deadline, pause = time.monotonic() + self._timeout, 1e-4
         while True:
             gone = self._everyone.gone  # before the store is read, since a rank may arrive and then end
-            if is_complete():
-                return
+            if value := read():
+                return value
             if failure() is not None or gone:
                 raise RuntimeError(f"the program has ended on rank(s) {gone}")
             if time.monotonic() > deadline:
