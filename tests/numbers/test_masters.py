@@ -259,6 +259,7 @@ def replace_all_state(filled: bool, offload: str | None) -> None:
                     else {}
                 )
                 optimizer.state = defaultdict(dict, given)
+                assert len(optimizer.state_dict()["state"]) == len(given)
             optimizer.step()
             optimizer.zero_grad()
         states = [optimizer.state[p] for p in module.parameters()]

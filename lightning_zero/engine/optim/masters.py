@@ -70,13 +70,7 @@ class Masters:
         """Add another engine, whose module's parameters this optimizer also updates. Collective."""
         self.states.join(engine)
         if any(slot_of(key) is not None for key in self.states.by_master):
-            self._adopt_by_parameter()
-
-    def _adopt_by_parameter(self) -> None:
-        """Convert the state that ``optimizer.state`` holds by parameter to state by master. Collective."""
-        state: dict[Any, dict[str, Any]] = self.states.by_master
-        before = {key: dict.pop(state, key) for key in list(state) if slot_of(key) is not None}
-        self.states.adopt({**self.states.by_parameter(in_parts), **before})
+            self.states.adopt(self.states.by_parameter(in_parts))
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -115,7 +109,7 @@ class Masters:
         if self._replaced is not None:
             return  # in a nested call, to which a subclass's ``step`` has passed its closure
         if not isinstance(self.states.by_master, StateMapping):  # user code has replaced ``optimizer.state``
-            self._adopt_by_parameter()
+            self.states.adopt(self.states.by_parameter(in_parts))
         for engine in self.states.engines:
             engine.begin_update()
         self.states.synchronize()
@@ -279,8 +273,6 @@ class Masters:
             vars(optimizer).pop("load_state_dict", None)
             states: States = {}
             if device is not None:
-                if not isinstance(self.states.by_master, StateMapping):  # as after ``optimizer.__init__``
-                    self._adopt_by_parameter()
                 states = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
                 states = {p: _ordinary(p, state) for p, state in states.items()}
             optimizer.state = defaultdict(dict, states)

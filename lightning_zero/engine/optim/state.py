@@ -183,8 +183,9 @@ class MasterStates:
         slots = {slot: p for p in parameters if (slot := slot_of(p)) is not None}
         with self._met(list(slots)):
             states = self._in_parts(list(slots))
-            found |= {p: state for p in parameters if slot_of(p) is None and (state := self.by_master.get(p))}
-            found |= {slots[slot]: state for slot, state in states.items() if state}
+            # also of parameters in user code's own mapping, until the next step
+            found |= {p: state for p in parameters if (state := dict.get(self.by_master, p))}
+            found |= {slots[slot]: state for slot, state in states.items() if state and slots[slot] not in found}
             if leaf is in_parts:
                 return found
             return {p: as_made_of_tensors(state) for p, state in walk(found, leaf).items()}
